@@ -238,7 +238,7 @@ class FederatedLoop(Callback):
         self.undo.callback(set_rng_state, rng_state(pl_module.device))
         log_hyperparameters(self.fit)
         self._log = RoundLog(trainer, self.undo)
-        follow_steps(self, self.fit, self.check, lambda: self._current, self.undo)
+        follow_steps(self.fit, self.check, lambda: self._current, self.undo)
         if self.lean_steps:
             lean_steps(trainer, pl_module, lambda: self._current, self.undo)
 

@@ -6,21 +6,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch import Callback
-
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.logs import logs_watched
 from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, attributes_set, replaced
 from lightning_fl.runners import SequentialRunner
-from lightning_fl.runners.callbacks_at_once import CallbacksAtOnce
 from lightning_fl.runners.self_check import OrderCheck
 from lightning_fl.types import Step
 
 
-def follow_steps(
-    loop: Callback, fit: Fit, check: bool, current: Callable[[], Round], undo: ExitStack
-) -> None:
+def follow_steps(fit: Fit, check: bool, current: Callable[[], Round], undo: ExitStack) -> None:
     """Call the round after all hooks of the start of an epoch and of the end of a batch.
 
     Lightning calls the hooks of the module after those of all callbacks, so the round is called
@@ -28,18 +23,15 @@ def follow_steps(
     callbacks, it is the index of the batch in the round.
 
     Args:
-        loop: The callback of the rounds, which is the first of the Trainer.
         fit: The fit.
         check: Whether to check the second client (:class:`OrderCheck`).
         current: Function that returns the current round.
         undo: Clean-up functions of the fit, to which those of the hooks are added.
     """
-    module, at_once = fit.module, CallbacksAtOnce(fit.runner.module)
-    is_sequential = isinstance(fit.runner, SequentialRunner)
+    module, is_sequential = fit.module, isinstance(fit.runner, SequentialRunner)
     order = OrderCheck(
         fit.runner.tensors, check and is_sequential and not fit.processes.share_samples
     )
-    at_once.is_done |= is_sequential
 
     def step_of(batch_idx: int) -> Step:
         return current().plan.schedule[batch_idx]
@@ -58,20 +50,9 @@ def follow_steps(
 
     def batch_start(hook: Method) -> Method:
         def started(batch: Any, batch_idx: int) -> Any:
-            step = step_of(batch_idx)
-            at_once.end("on_train_batch_start", step, batch_idx == 0)
-            return in_hook(hook, batch, step.start)
+            return in_hook(hook, batch, step_of(batch_idx).start)
 
         return started
-
-    def noting(hook: Method) -> Method:
-        """Note options and attributes before the hooks of the callbacks after the loop."""
-
-        def noted(*args: Any) -> None:
-            hook(*args)
-            at_once.begin()
-
-        return noted
 
     def run(optimize: Method) -> Method:
         def counted(optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:
@@ -85,7 +66,6 @@ def follow_steps(
     def batch_end(hook: Method) -> Method:
         def ended(outputs: Any, batch: Any, batch_idx: int) -> None:
             step = step_of(batch_idx)
-            at_once.end("on_train_batch_end", step, batch_idx == 0)
             if step.rows:  # empty while this process waits for others
                 in_hook(hook, outputs, batch, step.start)
             current().end_batch(batch_idx)
@@ -111,9 +91,6 @@ def follow_steps(
 
     if not order.is_done:
         undo.enter_context(replaced(module, "training_step", training_step))
-    if not at_once.is_done:
-        undo.enter_context(replaced(loop, "on_train_batch_end", noting))
-        undo.enter_context(replaced(loop, "on_train_batch_start", noting))
     undo.enter_context(logs_watched(fit.trainer, module, has_logs_of_others))
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
     for owner, name, make in (

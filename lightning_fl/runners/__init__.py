@@ -15,8 +15,7 @@ Where a rule is found:
   on a CPU also ``rewrites`` (of graphs), ``matmul`` and ``memory`` (settings of the process).
 - What clients at once must not do: ``step_checks`` (which check precedes which step), ``check``
   (that ``vmap`` gives the module's own results), ``watch`` (which tensors a step reads and writes),
-  ``step_hooks`` (hooks that are not called), ``gradient_hooks`` and ``callbacks_at_once`` (what
-  callbacks change).
+  ``step_hooks`` (hooks of a step).
 - What a client must not leave to the next: ``self_check`` (one client after another), ``carried``
   (clients at once), ``later_rounds`` (when to compare again), ``attributes`` (what is compared).
 - Optimizers: ``optimizer_state`` and ``optimizer_values`` (what they learn), ``fresh`` (that a

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import lru_cache
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -77,11 +77,6 @@ class Attributes:
             id(value): (value, _saved(value), _version(value))
             for value in _mutable(values, set(self._known))
         }
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all changes can be undone; large tensors and arrays are not copied."""
-        return all(saved is not None for _, saved, _ in self._contents.values())
 
     def restore(self, names: Collection[str] | None = None) -> None:
         """Undo changes since the snapshot.
@@ -338,15 +333,3 @@ def _items(container: Any) -> list[int]:
     values = container.values() if isinstance(container, dict) else container
     keys = container.keys() if isinstance(container, dict) else ()
     return [*map(hash, keys), *map(id, values)]
-
-
-def names_in(kind: type) -> set[str]:
-    """Return the names of attributes in the code of a class and its bases, without frameworks."""
-    members = [m for each in classes_of_user(kind) for m in vars(each).values() if callable(m)]
-    members = [inspect.unwrap(member) for member in members]
-    waiting, found = [m.__code__ for m in members if isinstance(m, FunctionType)], set[str]()
-    while waiting:
-        code = waiting.pop()
-        found.update(code.co_names)
-        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return found

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch  # noqa: F401  # of an example
 from lightning.pytorch import LightningModule
 from torch.overrides import TorchFunctionMode
 
-from lightning_fl.hooks import attributes_set, properties_set
+from lightning_fl.hooks import properties_set
 
-#: Numbers by which a count is moved: to the next value, and beyond thresholds.
-LATER = (1, 10**6)
 #: Attributes of every LightningModule.
 OF_LIGHTNING = frozenset(vars(LightningModule()))
 #: Number of changes of an attribute that are looked at. One that changes more often is a counter.
 MOST_CHANGES = 3
 
 
-class Count:
-    """Note whether a module reads a count of its Trainer, and give it later values.
+class ReadsRound:
+    """Note whether a module reads ``current_epoch``, the index of the round.
 
     Args:
         module: The module.
-        name: Name of the count: ``global_step``, or ``current_epoch``, the index of the round.
     """
 
-    def __init__(self, module: LightningModule, name: str) -> None:
-        self._module, self._name = module, name
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
         #: Whether it was read while it was noted.
         self.is_read = False
 
@@ -38,27 +35,15 @@ class Count:
     def noted(self) -> Iterator[None]:
         """Note within a ``with`` block whether it is read."""
         self.is_read = False
-
-        def noted(count: int) -> int:
-            self.is_read = True
-            return count
-
-        with self._changed(noted):
-            yield
-
-    @contextmanager
-    def moved_by(self, steps: int) -> Iterator[None]:
-        """Increase its value within a ``with`` block, in which the fit cannot be told to stop."""
-        trainer = self._module.trainer
-        stop = attributes_set(trainer, {"should_stop": trainer.should_stop})
-        with self._changed(lambda count: count + steps), stop:
-            yield
-
-    def _changed(self, change: Callable[[int], int]) -> AbstractContextManager[None]:
-        """Return a context in which the Trainer returns another value."""
         trainer: Any = self._module.trainer
-        count = getattr(type(trainer), self._name).fget
-        return properties_set(trainer, {self._name: lambda trainer: change(count(trainer))})
+        epoch = type(trainer).current_epoch.fget
+
+        def noted(trainer: Any) -> int:
+            self.is_read = True
+            return int(epoch(trainer))
+
+        with properties_set(trainer, {"current_epoch": noted}):
+            yield
 
 
 class Operations(TorchFunctionMode):

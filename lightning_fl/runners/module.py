@@ -15,13 +15,18 @@ from torch import Tensor, nn
 from lightning_fl.hooks import attributes_set
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
-from lightning_fl.runners.gradient_hooks import gradient_hooks_checked
 from lightning_fl.runners.groups import clients_at_once, device_memory, has_convolutions, num_steps
 from lightning_fl.runners.local_tensors import split_tensors
 from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
 from lightning_fl.runners.samples import BatchSamples, each_of
 from lightning_fl.runners.sequential import SequentialRunner
-from lightning_fl.runners.step_hooks import changes_transfers, hooks_of, sees_gradients, why_alone
+from lightning_fl.runners.step_hooks import (
+    changes_transfers,
+    hooks_of,
+    sees_gradients,
+    warn_of_gradient_hooks,
+    why_alone,
+)
 from lightning_fl.runners.vmap import VmapRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
 
@@ -117,6 +122,7 @@ class VectorizedClients(LightningModule):
         self.channels_last = channels_last
         self.stack: dict[str, nn.Parameter] = {}
         self.runner: VmapRunner | None = None
+        self._has_warned_of_callbacks = False
         #: See :class:`~lightning_fl.callbacks.FederatedLoop`, which sets it.
         self.exchange_frozen: bool | None = None
         self.local_patterns: Sequence[str] = ()
@@ -352,6 +358,9 @@ class VectorizedClients(LightningModule):
             return
         is_seen = sees_gradients(self.trainer)
         runner.may_update = not (is_seen or self.trainer.gradient_clip_val or runner.phases)
+        if is_seen and runner.count > 1 and not self._has_warned_of_callbacks:
+            self._has_warned_of_callbacks = True
+            warn_of_gradient_hooks(self.trainer, runner.count)
         # In the first batch, Lightning resets what a hook has logged if it logs again after another
         # hook. Here, hooks are called in each local step.
         connector: Any = self.trainer._logger_connector
@@ -360,11 +369,7 @@ class VectorizedClients(LightningModule):
             runner.step, runner.evaluation = step, 0
             is_last = step + 1 == len(runner.active)
             before = runner.before_step(active)
-            if is_seen and runner.count > 1 and not runner.has_tried_callbacks:
-                runner.has_tried_callbacks = True
-                with gradient_hooks_checked(self, runner.stacks):
-                    optimizer.step(closure=optimizer_closure)
-            elif is_last or is_seen or runner.evaluations > 1:
+            if is_last or is_seen or runner.evaluations > 1:
                 optimizer.step(closure=optimizer_closure)
             else:
                 self._light_step(runner, optimizer)

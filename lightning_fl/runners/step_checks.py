@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_fl.runners.attributes import Attributes, left_alone
 from lightning_fl.runners.carried import carried, comparison
 from lightning_fl.runners.check import mixes_samples, why_not_mapped
-from lightning_fl.runners.later_rounds import OF_LIGHTNING, Count, Operations, Switches
+from lightning_fl.runners.later_rounds import OF_LIGHTNING, Operations, ReadsRound, Switches
 from lightning_fl.runners.samples import Padded, Samples
 from lightning_fl.runners.tuning import tune
 from lightning_fl.runners.vectorized import VectorizedStep
@@ -47,7 +47,7 @@ class StepChecks:
         self._noted_starts = set[bool]()
         self._switches = Switches(step.module)
         #: Whether a step reads the round.
-        self._reads_round = Count(step.module, "current_epoch")
+        self._reads_round = ReadsRound(step.module)
         self._round, self._known = -1, set[tuple[Any, ...]]()
 
     def note_start(self, starts_differ: bool) -> None:

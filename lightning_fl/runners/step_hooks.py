@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_fl.hooks import overrides
@@ -104,17 +105,24 @@ def sees_gradients(trainer: Trainer) -> bool:
     )
 
 
-def hooks_of_user(callback: Callback) -> list[str]:
-    """Return the names of the hooks of a step that a user's class of callbacks overrides.
+def warn_of_gradient_hooks(trainer: Trainer, clients: int) -> None:
+    """Warn of the user's callbacks that see the stacked gradients of clients that train at once.
 
-    Hooks of an object, such as those of ``LambdaCallback``, are left out: a copy would share what
-    they refer to.
+    Args:
+        trainer: The Trainer.
+        clients: Number of clients.
     """
-    return [
-        name
-        for name in CALLBACK_HOOKS
-        if name not in vars(callback) and not is_known(getattr(type(callback), name))
+    names = [
+        type(callback).__name__
+        for callback in trainer.callbacks  # type: ignore[attr-defined]  # a connector's
+        if not all(is_known(getattr(callback, hook)) for hook in GRADIENT_HOOKS)
     ]
+    if names:
+        rank_zero_warn(
+            f"{', '.join(names)}: hooks of the backward pass get the stacked gradients of {clients}"
+            " clients, [clients, ...]. A hook that mixes clients, for example by the norm of a"
+            " tensor, changes results: lightning-fl check --columns vectorized finds out"
+        )
 
 
 def is_known(part: Any) -> bool:

@@ -91,8 +91,6 @@ class VmapRunner(ClientRunner):
         self.is_in_step = False
         #: Whether the clients start from different tensors.
         self.starts_differ = False
-        #: Whether callbacks that see gradients were tried.
-        self.has_tried_callbacks = False
         #: The samples of the Lightning batch.
         self.batch: BatchSamples | None = None
         #: Number of closure evaluations per local step, and those done in the current step.
