@@ -554,6 +554,7 @@ def test_a_schedule_ends_with_the_run_whoever_trains(
         assert torch.equal(one, two)
 
 
+@pytest.mark.filterwarnings("ignore:.*hooks of the backward pass get the stacked")
 def test_a_callback_that_looks_at_gradients_does_not_stop_the_schedule(fit, foreign, data, blobs):
     rates = []
 

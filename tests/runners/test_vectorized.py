@@ -182,6 +182,7 @@ class Damp(Callback):
 
 
 @pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.filterwarnings("ignore:.*hooks of the backward pass get the stacked")
 def test_callbacks_that_change_gradients_do_so_in_every_step(
     agree, tiny, data, uncompiled, compile
 ):
