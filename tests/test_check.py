@@ -13,7 +13,7 @@ from lightning_fl.cli.arguments import check_parser
 from lightning_fl.objectives import WeightDivergence
 from lightning_fl.testing import check_federation
 from lightning_fl.types import FederationError
-from troubles import CALLBACKS_CARRY, CARRIED, HARMLESS, Troubled, Watches, made
+from troubles import CALLBACKS_CARRY, CARRIED, HARMLESS, HOOKED, Troubled, Watches, made
 
 
 def outcome(make, *columns, **options):
@@ -23,7 +23,9 @@ def outcome(make, *columns, **options):
 
 def mostly_slow(names, *quick):
     """Mark all names but some as slow: each is a run of two fits, in two processes."""
-    return [pytest.param(n, marks=[pytest.mark.slow] * (n not in quick)) for n in names]
+    called = {name: getattr(name, "__name__", name) for name in names}
+    slow = pytest.mark.slow
+    return [pytest.param(n, marks=[slow] * (c not in quick), id=c) for n, c in called.items()]
 
 
 @pytest.mark.parametrize("name", mostly_slow(CARRIED, "attribute", "closure", "previous loss"))
@@ -41,12 +43,21 @@ def test_order_accepts_what_no_client_leaves(name):
     assert outcome(made(HARMLESS[name]), "order").outcome == "equal"
 
 
-@pytest.mark.parametrize("name", CALLBACKS_CARRY)
-def test_order_finds_state_of_callbacks(name):
-    callback = CALLBACKS_CARRY[name]
-    result = outcome(made(lambda m: 1.0 + m.late, [callback]), "order")
+@pytest.mark.parametrize("kind", mostly_slow(HOOKED, "Clips"))
+def test_order_finds_state_of_hooks(kind):
+    assert outcome(made(kind=kind), "order").outcome == "different"
+    harmless = type(kind.__name__, (kind,), {"is_carried": False})
+    assert outcome(made(kind=harmless), "order").outcome == "equal"
+
+
+@pytest.mark.parametrize("kind", mostly_slow(CALLBACKS_CARRY, "Averages"))
+def test_order_finds_state_of_callbacks(kind):
+    result = outcome(made(lambda m: 1.0 + m.late, [kind]), "order")
     assert result.outcome == "different"
-    assert f"{callback.__name__}." in result.detail
+    assert f"{kind.__name__}." in result.detail or kind.__name__.startswith("Reads")
+
+
+def test_order_accepts_callbacks_that_look():
     assert outcome(made(callbacks=[Watches]), "order").outcome == "equal"
 
 

@@ -120,31 +120,174 @@ HARMLESS = {
 }
 
 
-class CountsBatches(L.Callback):
-    calls = 0
+# --- hooks of the module --------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+
+def scale(tensors, factor):
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def gradients(module):
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+class Numbered(Troubled):
+    """Its hooks use a number that grows from client to client, or one that does not."""
+
+    is_carried = True
+
+    def number(self):
+        self.steps += self.is_carried
+        return 1 / (1 + 0.1 * self.steps)
+
+
+class SetsWeight(Numbered):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.weight = self.number()
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.weight
+
+
+class SetsRateInTheStep(Numbered):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * self.number()
+        optimizer.step(closure=optimizer_closure)
+
+
+class Backward(Numbered):
+    def backward(self, loss):
+        (loss * self.number()).backward()
+
+
+class BeforeBackward(Numbered):
+    def on_before_backward(self, loss):
+        by = self.number()
+        loss.register_hook(lambda gradient: gradient * by)
+
+
+class AfterBackward(Numbered):
+    def on_after_backward(self):
+        scale(gradients(self), self.number())
+
+
+class BeforeStep(Numbered):
+    def on_before_optimizer_step(self, optimizer):
+        scale(gradients(self), self.number())
+
+
+class Clips(Numbered):
+    def configure_gradient_clipping(self, optimizer, **options):
+        self.clip_gradients(optimizer, 1e-3 * self.number(), "norm")
+
+
+class BeforeZeroGrad(Numbered):
+    def on_before_zero_grad(self, optimizer):
+        scale([p.data for p in self.parameters()], self.number())
+
+
+class BatchEnd(Numbered):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        scale([p.data for p in self.parameters()], self.number())
+
+
+class Transfer(Numbered):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] + self.number() * batch[0].square(), batch[1]]
+
+
+class Draws(Numbered):
+    """A generator that the module holds, for a number of a hook."""
+
+    def __init__(self, factor):
+        super().__init__(factor)
+        self.own = torch.Generator().manual_seed(0)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.weight = float(torch.rand((), generator=self.own)) if self.is_carried else 0.5
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.weight
+
+
+#: Modules whose hooks affect the next client.
+HOOKED = [
+    *(SetsWeight, SetsRateInTheStep, Backward, BeforeBackward, AfterBackward, BeforeStep, Clips),
+    *(BeforeZeroGrad, BatchEnd, Transfer, Draws),
+]
+
+
+# --- callbacks ------------------------------------------------------------------------------------
+
+
+class Counts(L.Callback):
+    """Its hooks use a number that grows from client to client."""
+
+    def __init__(self):
+        self.calls, self.seen, self.mean = 0, [], torch.zeros(())
+
+    def number(self):
         self.calls += 1
-        module.late = 0.1 * self.calls
+        return 1 / (1 + 0.1 * self.calls)
 
 
-class Averages(L.Callback):
-    mean = 0.0
+class SetsAttribute(Counts):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        module.late = self.number()
 
+
+class ScalesBatch(Counts):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        batch[0].mul_(self.number())
+
+
+class ScalesGradients(Counts):
+    def on_after_backward(self, trainer, module):
+        scale(gradients(module), self.number())
+
+
+class ScalesParameters(Counts):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        scale([p.data for p in module.parameters()], self.number())
+
+
+class GrowsList(Counts):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.seen.append(0)
+        scale(gradients(module), 1 / len(self.seen))
+
+
+class Averages(Counts):
     def on_after_backward(self, trainer, module):
         gradient = module.net[1].bias.grad
         self.mean = 0.9 * self.mean + gradient.clone()
         gradient.add_(self.mean)
 
 
-class Watches(L.Callback):
-    calls = 0
+class ReadsBatchIndex(Counts):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        module.late = 0.1 * batch_idx
+
+
+class ReadsGlobalStep(Counts):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        module.late = 0.1 * trainer.global_step
+
+
+class Watches(Counts):
+    """Harmless: it only looks."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.calls += 1
+        self.seen.append(float(outputs["loss"]))
 
 
-CALLBACKS_CARRY = {"counter": CountsBatches, "moving average": Averages}
+CALLBACKS_CARRY = [
+    *(SetsAttribute, ScalesBatch, ScalesGradients, ScalesParameters, GrowsList, Averages),
+    *(ReadsBatchIndex, ReadsGlobalStep),
+]
 
 
 def made(factor=lambda m: 1.0, callbacks=(), kind=Troubled, **options):
