@@ -193,11 +193,6 @@ class BatchEnd(Numbered):
         scale([p.data for p in self.parameters()], self.number())
 
 
-class Transfer(Numbered):
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        return [batch[0] + self.number() * batch[0].square(), batch[1]]
-
-
 class Draws(Numbered):
     """A generator that the module holds, for a number of a hook."""
 
@@ -215,7 +210,7 @@ class Draws(Numbered):
 #: Modules whose hooks affect the next client.
 HOOKED = [
     *(SetsWeight, SetsRateInTheStep, Backward, BeforeBackward, AfterBackward, BeforeStep, Clips),
-    *(BeforeZeroGrad, BatchEnd, Transfer, Draws),
+    *(BeforeZeroGrad, BatchEnd, Draws),
 ]
 
 
