@@ -109,7 +109,13 @@ RUNS = (
     LongRun(
         "kws-author-augment", f"{NON_IID_KWS} --seeds 1 {BOTH}", f"{KEYWORDS} {AUGMENT}", AUTHOR
     ),
-    LongRun("kws-author-all", "--tasks kws --seeds 1", KEYWORDS, AUTHOR),
+    LongRun(
+        "kws-author-half-c", f"{NON_IID_KWS} --participation 0.5 --seeds 1 {BOTH}", KEYWORDS, AUTHOR
+    ),
+    LongRun("kws-author-iid", f"--tasks kws --splits iid --seeds 1 {BOTH}", KEYWORDS, AUTHOR),
+    LongRun(
+        "kws-author-rest", "--tasks kws --seeds 1 --methods fa_wd fa_rm_ah fa_ah", KEYWORDS, AUTHOR
+    ),
 )
 
 
@@ -159,10 +165,14 @@ def state(runs: Sequence[LongRun], folder: Path) -> str:
         for name, place in begun.items():
             done, found = rows(place), result(place)
             accuracy = {int(row["round"]): 100 * float(row["val_acc"] or "nan") for row in done}
-            shown = [f"{accuracy[n]:.1f}" if n in accuracy else "" for n in ROUNDS]
+            last = max(accuracy)
+            # Files of results have every second round of a long run.
+            near = [max((r for r in accuracy if r <= n), default=0) for n in ROUNDS]
+            pairs = zip(near, ROUNDS, strict=True)
+            shown = [f"{accuracy[r]:.1f}" if r and last >= n else "" for r, n in pairs]
             tested = "" if found is None else f"{100 * found['test_acc']:.1f}"
             took = "" if found is None else f"{found['seconds'] / 60:.0f}"
-            lines.append([f"{run.name}: {name}", str(len(done)), *shown, tested, took])
+            lines.append([f"{run.name}: {name}", str(last), *shown, tested, took])
         if not begun:
             lines.append([f"{run.name}: not begun", *[""] * (len(ROUNDS) + 3)])
     head = ["run: cell", "rounds", *(f"val {n}" for n in ROUNDS), "test", "min"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning_fl.federation.fit import Fit
@@ -12,7 +13,11 @@ from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, attributes_set, replaced
 from lightning_fl.runners import SequentialRunner
 from lightning_fl.runners.self_check import OrderCheck
+from lightning_fl.runners.step_hooks import HOOKS_AFTER_TRANSFER, hooks_of
 from lightning_fl.types import Step
+
+#: Hooks of a module in a step that are not wrapped for another reason.
+STEP_HOOKS_OF_MODULE = [n for n in HOOKS_AFTER_TRANSFER if not n.startswith("on_train_batch")]
 
 
 def follow_steps(fit: Fit, check: bool, current: Callable[[], Round], undo: ExitStack) -> None:
@@ -36,9 +41,9 @@ def follow_steps(fit: Fit, check: bool, current: Callable[[], Round], undo: Exit
     def step_of(batch_idx: int) -> Step:
         return current().plan.schedule[batch_idx]
 
-    def in_hook(hook: Method, *args: Any) -> Any:
+    def in_hook(hook: Method, *args: Any, **options: Any) -> Any:
         with attributes_set(current(), {"is_in_hook": True}):
-            return hook(*args)
+            return hook(*args, **options)
 
     def epoch_start(hook: Method) -> Method:
         def started() -> None:
@@ -92,6 +97,9 @@ def follow_steps(fit: Fit, check: bool, current: Callable[[], Round], undo: Exit
     if not order.is_done:
         undo.enter_context(replaced(module, "training_step", training_step))
     undo.enter_context(logs_watched(fit.trainer, module, has_logs_of_others))
+    for name in STEP_HOOKS_OF_MODULE if is_sequential else ():
+        if name in hooks_of(module):
+            undo.enter_context(replaced(module, name, lambda hook: partial(in_hook, hook)))
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
     for owner, name, make in (
         (module, "on_train_epoch_start", epoch_start),

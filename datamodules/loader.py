@@ -81,7 +81,15 @@ class Batches(Dataset[Any]):
                 raise
         if collated is None:
             self._refuse_none(index, key)
-        return collated if batch.draws is None else [*collated, Draws(batch.draws)]
+        if batch.draws is None:
+            return collated
+        if not isinstance(collated, list | tuple):
+            raise FederationError(
+                "augmentation adds random numbers to a batch that is a list or a tuple, got"
+                f" {type(collated).__name__}: set draws to 0 in the data module, or return a tuple"
+                " from collate_fn"
+            )
+        return [*collated, Draws(batch.draws)]
 
     def _refuse_none(self, index: Tensor, key: tuple[int, ...]) -> NoReturn:
         """Refuse an empty batch. Lightning would skip it, and with it the start of a client.

@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -40,7 +42,7 @@ from lightning_fl.types import FederationError, RoundPlan
 COLUMNS = {
     "order": "the clients train in reverse order",
     "resume": "a new process continues after the first round",
-    "vectorized": "the clients train at once, in float64",
+    "vectorized": "the clients are vectorized, in float64",
     "processes": "two processes share the clients",
     "plain": "Lightning without a loop trains one client with all samples, in float64",
 }
@@ -145,9 +147,10 @@ def check_federation(
 ) -> list[CheckResult]:
     """Train a small federation again with one thing changed, and compare the final models.
 
-    Each fit runs in a forked process of its own, so that nothing of one fit reaches another. The
-    columns ``order``, ``resume`` and ``processes`` must give the same bits. ``vectorized`` and
-    ``plain`` are compared up to rounding in float64, with dropout off, since they draw other masks.
+    Each fit runs in a forked process, so that nothing of one fit reaches another. Loggers and
+    checkpoints of the federation are left out. The columns ``order``, ``resume`` and ``processes``
+    must give the same bits. ``vectorized`` and ``plain`` are compared up to rounding in float64,
+    with dropout off, since they draw other masks.
 
     Args:
         make: Function that returns new objects for a fit. It is called with the same seed each
@@ -218,7 +221,9 @@ def _column(column: str, settings: _Settings, base: dict[str, Any]) -> CheckResu
         if result.outcome == "different" and base["has_anchor"]:
             return replace(result, outcome="refused", detail=ANCHOR)
         return result
-    return _compared(column, base, _trained(settings, *fits)[0], 0.0)
+    every = _trained(settings, *fits)
+    failed = [each for each in every if "failed" in each]  # others then say that a process failed
+    return _compared(column, base, (failed or every)[0], 0.0)
 
 
 # --- comparison -----------------------------------------------------------------------------------
@@ -272,22 +277,27 @@ def _difference(one: Tensor, other: Tensor | None) -> tuple[float, float]:
 
 
 def _trained(settings: _Settings, *fits: _Fit) -> list[dict[str, Any]]:
-    """Run fits at the same time, each in a process of its own; return what they leave."""
+    """Run fits at the same time, each in a process; return what they leave."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
     paths = [settings.folder / f"{i}.pt" for i in range(len(fits))]
-    processes = [
-        context.Process(target=_in_process, args=(settings, fit, port, path), daemon=True)
-        for fit, path in zip(fits, paths, strict=True)
-    ]
     for path in paths:
         path.unlink(missing_ok=True)
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
+    processes = [
+        context.Process(target=_in_process, args=(settings, fit, port, path))
+        for fit, path in zip(fits, paths, strict=True)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    finally:  # after an interruption
+        for process in processes:
+            if process.is_alive():
+                process.kill()
     return [
         torch.load(path, weights_only=False)
         if path.exists()
@@ -313,7 +323,7 @@ def _in_process(settings: _Settings, fit: _Fit, port: int, path: Path) -> None:
         warnings.simplefilter("always")
         try:
             left = _train(settings, fit)
-        except FederationError as error:
+        except MisconfigurationException as error:  # of Lightning or of this library
             left = {"refused": str(error)}
         except Exception as error:  # of the user's code, of any kind
             left = {"failed": f"{type(error).__name__}: {error}"}
@@ -330,52 +340,79 @@ def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
     pl.seed_everything(run_seed(None), verbose=False)
     run = settings.make()
     module, data, loop = user_module(run.module), run.data, run.loop
-    data.prepare_data()
-    data.setup("fit")
-    callbacks = list(run.callbacks)
-    if fit.plain:
-        _give_all_samples_to_one_client(data)
-        steps = min(settings.steps, int(data.batches_per_epoch[0]))
-        loop = FederatedLoop(
-            policy=Schedule(num_steps=steps), buffers="average", optimizer_state="keep"
-        )
-        loop.seed = run_seed(data.seed)
-        callbacks = [each for each in callbacks if not _is_of_the_library(each)]
-    elif settings.clients is not None and settings.clients < (data.num_clients or 0):
-        number = min(settings.clients, loop.options.clients_per_round or settings.clients)
-        loop.options = replace(loop.options, clients_per_round=number, client_fraction=None)
-    loop.csv_name = None
     options: dict[str, Any] = {"limit_val_batches": 2, **run.trainer}
-    options |= {"max_epochs": settings.rounds, "num_sanity_val_steps": 0, "logger": False}
+    given = [*_listed(options.pop("callbacks", None)), *_listed(run.callbacks)]
+    # Checkpoints of the user's own runs are left alone.
+    callbacks = [each for each in given if not isinstance(each, Checkpoint)]
+    if fit.plain:
+        callbacks = [each for each in callbacks if not _is_of_the_library(each)]
+        loop = FederatedLoop(buffers="average", optimizer_state="keep")
+    loop.csv_name = None
+    options |= {"max_epochs": settings.rounds, "num_sanity_val_steps": 0, "logger": DummyLogger()}
     options |= {"enable_progress_bar": False, "enable_model_summary": False}
-    options |= {"devices": fit.processes, "default_root_dir": str(settings.folder)}
-    options["enable_checkpointing"] = any(isinstance(each, Checkpoint) for each in callbacks)
+    options |= {"enable_checkpointing": False, "default_root_dir": str(settings.folder)}
+    options |= {"devices": fit.processes}
     options["strategy"] = "client_parallel" if fit.processes > 1 else "auto"
+    if torch.cuda.is_available():
+        options.setdefault("deterministic", "warn")
     if fit.is_double:
         options["precision"] = "64-true"
         for layer in module.modules():
             if isinstance(layer, _DropoutNd):
                 layer.p = 0.0
     probe = _Probe(fit, settings, loop)
-    if fit.plain == "lightning":
-        options["limit_train_batches"] = steps
-        loops: list[pl.Callback] = []
-    else:
-        loops = [loop, probe]
+    loops = [] if fit.plain == "lightning" else [loop, probe]
+    trainer = pl.Trainer(callbacks=[_Prepare(fit, settings, loop), *loops, *callbacks], **options)
     wrapped = module
     if fit.is_vectorized:
         wrapped = VectorizedClients(module, settings.clients or 10, compile=False)
-    trainer = pl.Trainer(callbacks=[*loops, *callbacks], **options)
+    saved = settings.folder / "first.ckpt"
+    if fit.is_resumed and not saved.exists():
+        raise FederationError("the run ends in its first round, so that there is nothing to resume")
     starts = dict(_attributes(module, *callbacks))
-    saved = str(settings.folder / "first.ckpt") if fit.is_resumed else None
-    trainer.fit(wrapped, datamodule=data, ckpt_path=saved, weights_only=False)
+    path = str(saved) if fit.is_resumed else None
+    trainer.fit(wrapped, datamodule=data, ckpt_path=path, weights_only=False)
+    ends = dict(_attributes(module, *callbacks))
     return {
         "state": {name: t.detach().cpu().clone() for name, t in module.state_dict().items()},
         "has_anchor": getattr(module, "federated_global_parameters", None) is not None,
         "updates": probe.updates,
-        "attributes": (ends := dict(_attributes(module, *callbacks))),
+        "attributes": ends,
         "changed": sorted(name for name in ends if ends[name] != starts.get(name)),
     }
+
+
+def _listed(callbacks: Any) -> list[pl.Callback]:
+    """Return callbacks in a list, as Lightning takes them in several forms."""
+    if callbacks is None:
+        return []
+    return [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks)
+
+
+def _is_of_the_library(callback: pl.Callback) -> bool:
+    return type(callback).__module__.partition(".")[0] == "lightning_fl"
+
+
+class _Prepare(pl.Callback):
+    """Make the federation small, or of one client, before the loop is set up."""
+
+    def __init__(self, fit: _Fit, settings: _Settings, loop: FederatedLoop) -> None:
+        self._fit, self._settings, self._loop = fit, settings, loop
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Change the data, which are set up already, and the options of the loop."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by the connector
+        clients, options = self._settings.clients, self._loop.options
+        if self._fit.plain:
+            _give_all_samples_to_one_client(data)
+            steps = min(self._settings.steps, int(data.batches_per_epoch[0]))
+            self._loop.options = replace(options, policy=Schedule(num_steps=steps))
+            self._loop.seed = run_seed(data.seed)
+            if self._fit.plain == "lightning":
+                trainer.limit_train_batches = steps
+        elif clients is not None and clients < data.num_clients:
+            number = min(clients, options.clients_per_round or clients)
+            self._loop.options = replace(options, clients_per_round=number, client_fraction=None)
 
 
 def _give_all_samples_to_one_client(data: FederatedDataModule) -> None:
@@ -383,10 +420,6 @@ def _give_all_samples_to_one_client(data: FederatedDataModule) -> None:
     data.split = replace(data.split, names=[], parts=parts, local_tests=[], stream_steps=[parts])
     data.stream_steps = 1
     data.repeat_client(1)
-
-
-def _is_of_the_library(callback: pl.Callback) -> bool:
-    return type(callback).__module__.partition(".")[0] == "lightning_fl"
 
 
 class _Probe(pl.Callback):

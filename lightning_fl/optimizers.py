@@ -100,10 +100,14 @@ class Combined(torch.optim.Optimizer):
     """Step optimizers of different parameters as one optimizer.
 
     The parameter groups and the state are those of all optimizers together. A closure is passed to
-    the first optimizer; the others use the gradients that it leaves.
+    the first optimizer. The others use the gradients that it leaves, which are those of its last
+    evaluation.
 
     Args:
         optimizers: The optimizers, before their first steps. Their parameters are disjoint.
+
+    Raises:
+        FederationError: If a parameter group is added later.
 
     Example:
         >>> w, v = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
@@ -115,9 +119,22 @@ class Combined(torch.optim.Optimizer):
     """
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
         self.optimizers = list(optimizers)
         self.num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
-        super().__init__([group for each in optimizers for group in each.param_groups], {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"optimizers": self.optimizers, "num_groups": self.num_groups}
+        return {**super().__getstate__(), **own}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse a group after the constructor: it has no optimizer."""
+        if "num_groups" in vars(self):
+            raise FederationError(
+                "a parameter group cannot be added to Combined: create all groups in"
+                " configure_optimizers"
+            )
+        super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single step of each optimizer."""

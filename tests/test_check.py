@@ -1,13 +1,17 @@
 """The check of a whole run: what it finds, what it leaves alone, and what it prints."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
 from torch import nn
 
 import quick_cli
 from lightning_fl import ClientModule, aggregators
+from lightning_fl.callbacks import RoundCheckpoint
 from lightning_fl.check import COLUMNS
 from lightning_fl.cli.arguments import check_parser
 from lightning_fl.objectives import WeightDivergence
@@ -153,6 +157,43 @@ def test_a_fit_that_breaks_has_failed():
     result = outcome(made(kind=Breaks), "processes")
     assert (result.outcome, result.is_equal) == ("failed", False)
     assert result.detail == "RuntimeError: no processes, please"
+
+
+class BreaksOnOne(Troubled):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1:
+            raise RuntimeError("no second process [please]")
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_error_of_one_process_is_reported():
+    result = outcome(made(kind=BreaksOnOne), "processes")
+    assert (result.outcome, result.is_equal) == ("failed", False)
+    assert "no second process" in result.detail
+
+
+class Stops(L.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        trainer.should_stop = True
+
+
+def test_a_run_of_one_round_cannot_be_resumed():
+    result = outcome(made(callbacks=[Stops]), "resume")
+    assert (result.outcome, result.is_equal) == ("refused", True)
+    assert "ends in its first round" in result.detail
+
+
+@pytest.mark.slow
+def test_checkpoints_loggers_and_workers_of_a_federation_are_no_obstacle(tmp_path):
+    def make():
+        run = made()()
+        run.data.num_workers = 1
+        checkpoint = RoundCheckpoint(dirpath=str(tmp_path))
+        return replace(run, callbacks=LearningRateMonitor(), trainer={"callbacks": [checkpoint]})
+
+    (tmp_path / "last.ckpt").write_text("of another run")
+    assert outcome(make, "order").outcome == "equal"
+    assert (tmp_path / "last.ckpt").read_text() == "of another run"
 
 
 def test_a_federation_that_cannot_be_trained_is_refused():

@@ -1,5 +1,6 @@
 """The optimizers of servers and clients, against their equations written plainly."""
 
+import copy
 import functools
 import math
 
@@ -79,6 +80,21 @@ def test_combined_steps_equal_separate_steps_and_its_state_is_restored():
     for _ in range(2):
         restored.step(closure_of(params, [restored]))
     assert all(torch.equal(one, other) for one, other in zip(params, expected, strict=True))
+
+
+def test_combined_is_copied_and_refuses_later_groups():
+    w, v = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    combined = Combined(torch.optim.SGD([w], lr=0.1), torch.optim.Adam([v], lr=0.2))
+    w.grad, v.grad = torch.ones(2), torch.ones(2)
+    copied = copy.deepcopy(combined)
+    for param in (p for group in copied.param_groups for p in group["params"]):
+        param.grad = torch.ones(2)
+    for optimizer in (combined, copied):
+        optimizer.step()
+    after = [p for group in copied.param_groups for p in group["params"]]
+    assert all(torch.equal(*pair) for pair in zip(after, (w, v), strict=True))
+    with pytest.raises(FederationError, match="cannot be added to Combined"):
+        combined.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
 
 
 def test_a_personal_model_and_an_optimizer_of_a_term_are_refused():

@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from lightning_fl.callbacks.report import write_partition
 from lightning_fl.check import STEPS, Run, check_columns
@@ -128,7 +129,8 @@ def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str
         where = [] if result.client is None else [f"client {result.client}"]
         where += [] if result.tensor is None else [result.tensor]
         size = f"{result.difference:.1e}" if result.difference else ""
-        table.add_row(result.column, result.outcome, size, ", ".join(where), result.detail)
+        cells = result.column, result.outcome, size, ", ".join(where), result.detail
+        table.add_row(*map(Text, cells))  # a text in brackets would be markup
         results.append(result)
     with printing():
         Console().print(table)

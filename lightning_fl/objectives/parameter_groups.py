@@ -69,7 +69,7 @@ def split_groups(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> Opti
             optimizer.add_param_group(own)
     if others and isinstance(optimizer, PersonalModel):
         raise FederationError(
-            f"{type(optimizer).__name__} has a personal model of all parameters, so that a term"
-            " cannot have an optimizer of its own: use SGD, or remove the optimizer of the term"
+            f"{type(optimizer).__name__} has a personal model of all parameters, so no term can"
+            " have another optimizer: use SGD, or remove the optimizer of the term"
         )
     return Combined(optimizer, *others) if others else optimizer

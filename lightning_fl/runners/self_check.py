@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.hooks import attributes_set
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.module_copy import copied_module
@@ -42,8 +44,8 @@ class OrderCheck:
             self._skip(f"has {size / 2**20:.0f} MiB")
         self._first: int | None = None
         self._before: LightningModule | None = None
-        #: Attributes of the module after the first client.
-        self._after: dict[str, Any] = {}
+        #: Attributes of the module and its parts after the first client.
+        self._after: list[dict[str, Any]] = []
 
     def _skip(self, why: str) -> None:
         self.is_done = True
@@ -68,12 +70,12 @@ class OrderCheck:
                     f" training_step of {type(self.module).__name__} depends on state outside of"
                     " parameters and buffers, which all clients share. lightning-fl check names it"
                 )
-            self._before, self._after = None, {}
+            self._before, self._after = None, []
 
     def end_client(self) -> None:
         """Note the attributes of the module after the first client."""
         if self._first is not None and not self._after:
-            self._after = dict(vars(self.module))
+            self._after = [dict(vars(part)) for part in self.module.modules()]
 
     def _copied(self) -> LightningModule | None:
         try:
@@ -84,14 +86,15 @@ class OrderCheck:
 
     def _differs(self, batch: Any) -> bool:
         """Return whether the step depends on what the first client has left."""
-        before, *copies = self._before, self._copied(), self._copied()
-        if before is None or None in copies:
+        before, now, again = self._before, self._copied(), self._copied()
+        if before is None or now is None or again is None:
             return False
-        now, again = copies
         # What hooks and callbacks have set since then is meant for this client.
-        for name, value in vars(self.module).items():
-            if self._after.get(name, self) is not value and name != "_trainer":
-                vars(before)[name] = vars(again)[name]
+        modules = (each.modules() for each in (self.module, before, again))
+        for part, of_before, of_again, after in zip(*modules, self._after, strict=False):
+            for name, value in vars(part).items():
+                if after.get(name, self) is not value and name != "_trainer":
+                    vars(of_before)[name] = vars(of_again)[name]
         expected = self._step(now, batch)
         if not expected or is_equal(expected, self._step(before, batch)):
             return False
@@ -108,9 +111,10 @@ class OrderCheck:
             tensors = dict(module.named_parameters()) | dict(module.named_buffers())
             for name, tensor in self.tensors.by_name.items():
                 tensors[name].data.copy_(tensor)
-            with seeded_rng(0, self.module.device), torch.enable_grad():
+            silent = attributes_set(self.module.trainer, {"_loggers": [DummyLogger()]})
+            with seeded_rng(0, self.module.device), torch.enable_grad(), silent:
                 step = LocalStep(module, self.tensors.constants)
                 outcome, gradients = step.by_itself({}, copied(batch))
-        except Exception:  # the step itself will fail, too
+        except Exception:  # the step itself will fail
             return []
         return [outcome.loss, *gradients.values()]

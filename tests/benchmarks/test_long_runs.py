@@ -30,14 +30,15 @@ def test_all_runs_are_run_once_and_restored(long_runs, command_line, tmp_path, c
     of_run = [next(name for name in names if f"/{name}/" in line) for line in fits]
     assert list(dict.fromkeys(of_run)) == names
     for line in fits:
-        has_matching = "fa_rm" in line
-        assert ("terms.reduction=sum" in line) <= has_matching
+        run = next(run for run in long_runs.RUNS if f"/{run.name}/" in line)
+        is_authors = "reduction=sum" in run.matching and "-fa_rm" in line
+        assert ("terms.reduction=sum" in line) == is_authors
         assert "--threads=1" in line
     before = len(commands)
     shutil.rmtree(out)
     long_runs.main(given)
     assert len(commands) == before
-    assert "| cifar10-half-0.1: cifar10-noniid-1-fa_rm-1 | 2 | 30.0 |" in capsys.readouterr().out
+    assert "| cifar10-half-0.1: cifar10-noniid-1-fa_rm-1 | 50 | 30.0 |" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_does_not_end_the_others(long_runs, command_line, tmp_path, capsys):

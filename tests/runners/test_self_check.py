@@ -267,6 +267,46 @@ class Uneven(HyperparameterPolicy):
         return {"num_steps": 4 + round - clients % 3}
 
 
+def test_hooks_of_a_step_see_the_clients_own_global_step(train, tiny):
+    seen = {}
+
+    class Sees(tiny.kind):
+        def note(self, name):
+            seen.setdefault(name, []).append(self.global_step)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.note("on_train_batch_start")
+
+        def on_before_backward(self, loss):
+            self.note("on_before_backward")
+
+        def on_after_backward(self):
+            self.note("on_after_backward")
+
+        def on_before_zero_grad(self, optimizer):
+            self.note("on_before_zero_grad")
+
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            self.note("optimizer_zero_grad")
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+        def on_before_optimizer_step(self, optimizer):
+            self.note("on_before_optimizer_step")
+
+        def configure_gradient_clipping(self, optimizer, **options):
+            self.note("configure_gradient_clipping")
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.note("after")
+
+    train(tiny(Sees), rounds=2, federation={"policy": Schedule(num_steps=2)})
+    clients = len(seen["after"]) // 4
+    after = seen.pop("after")
+    assert after == [1, 2] * clients + [3, 4] * clients
+    for name, steps in seen.items():
+        assert steps == [0, 1] * clients + [2, 3] * clients, name
+
+
 @pytest.mark.parametrize("factor", OF_STEPS)
 def test_global_step_of_one_client_is_lightnings(fit, flat, stateful, data, trainer, factor):
     alone, plain = stateful(factor), stateful(factor)
@@ -334,7 +374,7 @@ def test_the_check_changes_nothing(train, flat, tiny, ragged, depends):
     assert run(False) == checked
 
 
-def test_training_step_is_called_once_per_local_step_and_three_times_for_the_check(train, tiny):
+def test_training_step_is_called_once_per_local_step_and_twice_for_the_check(train, tiny):
     calls = []
 
     class Counts(tiny.kind):
