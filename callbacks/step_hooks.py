@@ -16,8 +16,13 @@ from lightning_fl.runners.self_check import OrderCheck
 from lightning_fl.runners.step_hooks import HOOKS_AFTER_TRANSFER, hooks_of
 from lightning_fl.types import Step
 
-#: Hooks of a module in a step that are not wrapped for another reason.
-STEP_HOOKS_OF_MODULE = [n for n in HOOKS_AFTER_TRANSFER if not n.startswith("on_train_batch")]
+#: Hooks of a module in a step that are not wrapped for another reason. Within ``optimizer_step``,
+#: hooks of callbacks are called.
+STEP_HOOKS_OF_MODULE = [
+    name
+    for name in HOOKS_AFTER_TRANSFER
+    if name not in ("on_train_batch_start", "on_train_batch_end", "optimizer_step")
+]
 
 
 def follow_steps(fit: Fit, check: bool, current: Callable[[], Round], undo: ExitStack) -> None:
