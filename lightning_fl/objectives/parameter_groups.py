@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,7 +27,7 @@ class ParameterGroup(NamedTuple):
     params: Sequence[nn.Parameter]
     lr_factor: float = 1.0
     decays: bool = True
-    optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None = None
 
 
 def split_groups(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> Optimizer:
