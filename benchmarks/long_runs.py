@@ -53,11 +53,8 @@ def start(rounds: int) -> str:
 
 NON_IID = "--tasks cifar10 --splits noniid --participation 1.0 --seeds 1"
 BOTH, ALL_SEEDS = "--methods fa fa_rm", "--seeds 1 2 3"
-NET, POLICY, TERM = (
-    "--model.init_args.net.init_args.",
-    "--federation.policy.init_args.",
-    ("--model.init_args.terms."),
-)
+NET, TERM = "--model.init_args.net.init_args.", "--model.init_args.terms."
+POLICY = "--federation.policy.init_args."
 HALF = f"{start(300)} {NET}width=16 {NET}hidden=512"
 LONG = start(400)
 ADAM, AUGMENT = "--model.init_args.optimizer=Adam", "--data.init_args.augment=true"
@@ -151,7 +148,7 @@ def go_on(run: LongRun, out: Path, data: str) -> None:
         kept.save(out, path)
 
 
-def cells(run: LongRun, out: Path) -> Iterator[tuple[str, Path]]:
+def cells(out: Path) -> Iterator[tuple[str, Path]]:
     """Yield the name and the folder of each cell that was begun."""
     for path in sorted(out.glob("*/version_*/rounds.csv")):
         yield path.parent.parent.name, path.parent.parent
@@ -161,7 +158,7 @@ def state(runs: Sequence[LongRun], folder: Path) -> str:
     """Return a table of what is there."""
     lines = []
     for run in runs:
-        begun = dict(cells(run, folder / run.name))
+        begun = dict(cells(folder / run.name))
         for name, place in begun.items():
             done, found = rows(place), result(place)
             accuracy = {int(row["round"]): 100 * float(row["val_acc"] or "nan") for row in done}
@@ -183,7 +180,7 @@ def curves(runs: Sequence[LongRun], folder: Path, path: Path) -> None:
     """Draw the validation accuracy of all cells over rounds."""
     figure, axis = plt.subplots(figsize=(9, 5))
     for run in runs:
-        for name, place in cells(run, folder / run.name):
+        for name, place in cells(folder / run.name):
             done = [row for row in rows(place) if row["val_acc"]]
             rounds = [int(row["round"]) for row in done]
             axis.plot(

@@ -102,9 +102,9 @@ def follow_steps(fit: Fit, check: bool, current: Callable[[], Round], undo: Exit
     if not order.is_done:
         undo.enter_context(replaced(module, "training_step", training_step))
     undo.enter_context(logs_watched(fit.trainer, module, has_logs_of_others))
-    for name in STEP_HOOKS_OF_MODULE if is_sequential else ():
-        if name in hooks_of(module):
-            undo.enter_context(replaced(module, name, lambda hook: partial(in_hook, hook)))
+    overridden = hooks_of(module) if is_sequential else []
+    for name in (name for name in STEP_HOOKS_OF_MODULE if name in overridden):
+        undo.enter_context(replaced(module, name, lambda hook: partial(in_hook, hook)))
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
     for owner, name, make in (
         (module, "on_train_epoch_start", epoch_start),

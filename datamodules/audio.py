@@ -278,10 +278,10 @@ class AudioDataModule(FederatedDataModule, ABC):
         check_number("seconds", seconds, above=0, below=3600)
         check_integer("image_size", image_size, min=1)
         self.cache_features = check_flag("cache_features", cache_features)
-        if not isinstance(augment, Augment):
-            self.augment = Augment() if check_flag("augment", augment) else None
+        if isinstance(augment, Augment):
+            self.augment: Augment | None = augment
         else:
-            self.augment = augment
+            self.augment = Augment() if check_flag("augment", augment) else None
         if self.cache_features and self.augment is not None and self.augment.changes_clips:
             raise FederationError(
                 "cache_features=true stores spectrograms, so augment cannot change the clips:"

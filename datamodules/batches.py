@@ -232,7 +232,7 @@ class RoundBatches(OwnBatches):
                         samples, numbers = next(streams[row])
                     else:
                         samples = self.parts[client][: 0 if self.apart else 1]
-                        numbers = torch.zeros(len(samples), self.draws, dtype=torch.int32)
+                        numbers = Draws.sample(len(samples), self.draws, None).numbers
                     index.append(samples)
                     draws.append(numbers)
                     keys.append((plan.seed, RandomStream.SAMPLES, plan.round, client, i, *share))

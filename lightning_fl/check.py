@@ -2,7 +2,7 @@
 
 Parameters, buffers and the optimizer belong to a client. Everything else on a module or a callback
 is shared by all clients, as in a ``for`` loop over clients. Whether that matters is a property of
-the whole run, so it is checked by whole runs, each in a process of its own.
+the whole run, so it is checked by whole runs, each in a separate process.
 """
 
 from __future__ import annotations
