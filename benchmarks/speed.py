@@ -114,25 +114,22 @@ CONTESTANTS: dict[str, Contestant] = {
     "library, plain module, full steps": _library(plain=True, lean_steps=False),
     "library, sequential": _library(),
     "vectorized, groups of 1": _library(group_size=1),
-    "vectorized, groups of 10": _library(group_size=10, compile=False, fast_matmul=False),
-    "vectorized, groups of 10, compiled": _library(group_size=10, compile=True, fast_matmul=False),
-    "vectorized, groups of 10, compiled, fast matmul": _library(group_size=10, compile=True),
+    "vectorized, groups of 10": _library(group_size=10, compile=False),
+    "vectorized, groups of 10, compiled": _library(group_size=10, compile=True),
     "the same, 1 thread": _library(threads=1, group_size=10, compile=True),
-    "the same, graphs not rewritten": _library(group_size=10, compile=True, rewrite_graphs=False),
-    "the same, channels last": _library(group_size=10, compile=True, channels_last=True),
-    "vectorized, groups of 100, compiled, fast matmul": _library(group_size=100, compile=True),
+    "vectorized, groups of 100, compiled": _library(group_size=100, compile=True),
+    "2 processes, plain module": _library(processes=2, plain=True),
     "2 processes, sequential": _library(processes=2),
     "2 processes, vectorized, groups of 1": _library(processes=2, group_size=1),
     "2 processes, auto": _library(processes=2, group_size="auto"),
-    "2 processes, vectorized, groups of 10, compiled, fast matmul": _library(
+    "2 processes, auto, compiled": _library(processes=2, group_size="auto", compile=True),
+    "2 processes, vectorized, groups of 10, compiled": _library(
         processes=2, group_size=10, compile=True
     ),
     "auto": _library(group_size="auto"),
     "auto, compiled": _library(group_size="auto", compile=True),
-    "auto, torch's default products": _library(group_size="auto", fast_matmul=False),
-    "auto, not channels last": _library(group_size="auto", channels_last=False),
     "library, sequential, with matching": _library(matching=True),
-    "vectorized, groups of 10, compiled, fast matmul, with matching": _library(
+    "vectorized, groups of 10, compiled, with matching": _library(
         matching=True, group_size=10, compile=True
     ),
 }
@@ -143,9 +140,6 @@ LEVERS = (
     "vectorized, groups of 1",
     "vectorized, groups of 10",
     "vectorized, groups of 10, compiled",
-    "vectorized, groups of 10, compiled, fast matmul",
-    "the same, graphs not rewritten",
-    "the same, channels last",
     "auto",
     "auto, compiled",
 )
@@ -156,9 +150,14 @@ ON_A_GPU: dict[str, Contestant] = {
         name: CONTESTANTS[name]
         for name in ("Trainer.fit per client", "library, sequential", "vectorized, groups of 1")
     },
-    "vectorized, groups of 10": _library(group_size=10, compile=False),
-    "vectorized, groups of 10, compiled": _library(group_size=10, compile=True),
-    "vectorized, groups of 100, compiled": _library(group_size=100, compile=True),
+    **{
+        name: CONTESTANTS[name]
+        for name in (
+            "vectorized, groups of 10",
+            "vectorized, groups of 10, compiled",
+            "vectorized, groups of 100, compiled",
+        )
+    },
     "vectorized, groups of 1,000, compiled": _library(group_size=1000, compile=True),
     "auto": CONTESTANTS["auto"],
 }

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.measures import evaluate, on_device
-from lightning_fl.federation.round import call_hook
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
+from lightning_fl.hooks import call_hook
 from lightning_fl.runners import SequentialRunner, optimizers_in
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.module_copy import copied_module

@@ -99,8 +99,8 @@ class FederatedLoop(Callback):
         lean_steps: Whether to leave out Lightning's calls of hooks that nobody overrides, which
             take as long as the step of a small model. Results do not depend on it.
         check: Whether to check in the first round, on copies of the module, that the training of
-            the first client does not change the first step of the second. A warning then names
-            ``lightning-fl check``.
+            the first client does not change the first step of the second (a warning then names
+            ``lightning-fl check``), and that vectorized steps equal the module's own.
 
     Raises:
         FederationError: If an option is out of range. At the start of a fit, if the Trainer, the
@@ -210,7 +210,7 @@ class FederatedLoop(Callback):
         """Set up the client runner and the aggregator; restore the checkpoint if there is one."""
         assert self._prepared is not None
         lock_folders(trainer, self.table_path(trainer), self.undo)
-        self._fit = Fit(self._prepared, self.store, self.undo)
+        self._fit = Fit(self._prepared, self.store, self.undo, self.check)
         self._resume.begin(self._fit)
         io = trainer.strategy.checkpoint_io
         if isinstance(io, AtomicCheckpointIO) and not self.options.checkpoint_frozen:
@@ -238,7 +238,7 @@ class FederatedLoop(Callback):
         self.undo.callback(set_rng_state, rng_state(pl_module.device))
         log_hyperparameters(self.fit)
         self._log = RoundLog(trainer, self.undo)
-        follow_steps(self.fit, self.check, lambda: self._current, self.undo)
+        follow_steps(self.fit, lambda: self._current, self.undo)
         if self.lean_steps:
             lean_steps(trainer, pl_module, lambda: self._current, self.undo)
 

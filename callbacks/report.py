@@ -297,16 +297,15 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
 
 @contextmanager
 def _kept(runner: ClientRunner) -> Iterator[ServerState]:
-    """Restore the module and the optimizer state on exit."""
+    """Restore the module on exit."""
     state = runner.read()
     tensors = runner.tensors.by_name
     private = {runner.row_name(n): tensors[n].detach().clone() for n in runner.private}
-    with runner.optimizer_state.held():
-        try:
-            yield state
-        finally:
-            runner.write(state)
-            runner.restore(private)
+    try:
+        yield state
+    finally:
+        runner.write(state)
+        runner.restore(private)
 
 
 def _accuracy(

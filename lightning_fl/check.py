@@ -63,7 +63,7 @@ ANCHOR = (
     " without a loop does not have"
 )
 #: Messages of a fit that trains clients one after another though it is asked to vectorize them.
-FALLBACKS = ("is not vectorized:", "is trained one client after another")
+FALLBACK = "trains one client after another, not at once"
 
 
 @dataclass
@@ -328,7 +328,7 @@ def _in_process(settings: _Settings, fit: _Fit, port: int, path: Path) -> None:
         except Exception as error:  # of the user's code, of any kind
             left = {"failed": f"{type(error).__name__}: {error}"}
     for message in (str(warning.message) for warning in seen):
-        if fit.is_vectorized and any(words in message for words in FALLBACKS):
+        if fit.is_vectorized and FALLBACK in message:
             left = {"refused": message}
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         torch.save(left, file)

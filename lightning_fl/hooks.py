@@ -19,6 +19,12 @@ def overrides(owner: Any, name: str, base: type) -> bool:
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 
+def call_hook(owner: Any, name: str) -> None:
+    """Call an optional hook, such as ``on_client_start`` of a module."""
+    if callable(hook := getattr(owner, name, None)):
+        hook()
+
+
 @contextmanager
 def quiet(logger: str, level: int = logging.WARNING) -> Iterator[None]:
     """Hide messages of a logger below a level within a ``with`` block.

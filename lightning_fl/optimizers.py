@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.options import check_choice, check_flag, check_integer, check_number
+from lightning_fl.runners.optimizer import is_elementwise
 from lightning_fl.types import FederationError
 
 
@@ -59,6 +60,9 @@ class Adaptive(torch.optim.Optimizer):
             check_number("a value of betas", beta, min=0, below=1)
         options = {"rule": rule, "lr": lr, "betas": tuple(betas), "tau": tau}
         super().__init__(params, options)
+
+    #: Whether clients may be vectorized; see ``docs/tutorials/your_module.md``.
+    federated_elementwise = True
 
     def fresh(self, param: Tensor, name: str) -> Tensor:
         """Return the initial value of a parameter's state ``m`` or ``v``."""
@@ -122,6 +126,11 @@ class Combined(torch.optim.Optimizer):
         super().__init__([group for each in optimizers for group in each.param_groups], {})
         self.optimizers = list(optimizers)
         self.num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
+
+    @property
+    def federated_elementwise(self) -> bool:
+        """Whether the steps of all optimizers are elementwise."""
+        return all(map(is_elementwise, self.optimizers))
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"optimizers": self.optimizers, "num_groups": self.num_groups}
@@ -210,6 +219,9 @@ class PFedMe(torch.optim.Optimizer):
                 "inner_steps must be equal in all parameter groups, since they share the"
                 " evaluations of the loss"
             )
+
+    #: Whether clients may be vectorized.
+    federated_elementwise = True
 
     def fresh(self, param: Tensor, name: str) -> Tensor:
         """Return the initial personal model of a client, which is its local model."""

@@ -422,6 +422,9 @@ class FederatedData(Protocol):
     def samples_of(self, client: int) -> Iterator[Any]:
         """Yield all training samples of a client in batches."""
 
+    def steps_of(self, client: int, generator: torch.Generator) -> Iterator[Any]:
+        """Yield an infinite stream of a client's training batches, batched as in a round."""
+
     def example(self) -> Any:
         """Return a batch of two training samples."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_fl.runners.optimizer_state import OptimizerState
+from lightning_fl.runners.optimizer import ClientOptimizer
 
 
 class Counting(Optimizer):
@@ -183,4 +183,4 @@ LEARNERS = [Counting, Attribute, Lookahead, Learned]
 def state_of(kind, **options):
     """The state of an optimizer of a matrix, a vector and a number."""
     shapes = (3, 2), (2,), ()
-    return OptimizerState(kind([nn.Parameter(torch.rand(shape)) for shape in shapes], **options))
+    return ClientOptimizer(kind([nn.Parameter(torch.rand(shape)) for shape in shapes], **options))

@@ -286,9 +286,7 @@ def digits_module():
 
 
 def vectorized(module, **options):
-    return VectorizedClients(
-        module, **({"group_size": 2, "compile": False, "fast_matmul": False} | options)
-    )
+    return VectorizedClients(module, **({"group_size": 2, "compile": False} | options))
 
 
 def sgd(params, lr):

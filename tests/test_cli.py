@@ -418,18 +418,13 @@ def test_vectorized_clients_have_options(cli, tmp_path, monkeypatch):
 
     monkeypatch.setattr(VectorizedClients, "__init__", noted)
     tiny = (*FIT, "--trainer.fast_dev_run=true")
-    cli(
-        *tiny,
-        "--vectorize.group_size=3",
-        "--vectorize.compile=false",
-        "--vectorize.fast_matmul=auto",
-    )
+    cli(*tiny, "--vectorize.group_size=3", "--vectorize.compile=false")
     config = tmp_path / "vectorized.yaml"
-    config.write_text("vectorize: {group_size: auto, channels_last: false}")
+    config.write_text("vectorize: {group_size: auto, steps_per_batch: 2}")
     cli(*tiny, "--config", str(config))
     assert seen == [
-        {"group_size": 3, "compile": False, "fast_matmul": "auto"},
-        {"group_size": "auto", "channels_last": False},
+        {"group_size": 3, "compile": False},
+        {"group_size": "auto", "steps_per_batch": 2},
     ]
 
 

@@ -280,31 +280,6 @@ def test_vectorized_new_clients_beside_known_ones_begin_as_alone(fit, data, flat
                 torch.testing.assert_close(kept[client][name], row, rtol=0, atol=1e-12)
 
 
-class Offset(torch.optim.SGD):
-    """Begins with a momentum of one, and does not say so."""
-
-    def step(self, closure=None):
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                state.setdefault("velocity", torch.ones_like(p))
-                state["velocity"].mul_(0.5).add_(p.grad)
-                p.data.sub_(state["velocity"], alpha=group["lr"])
-        return loss
-
-
-def test_a_state_that_does_not_begin_at_0_is_not_kept_by_vectorized_clients(fit, data):
-    def run(keep):
-        module = ClientModule(torch.nn.Linear(6, 3), optimizer=functools.partial(Offset, lr=0.1))
-        loop = FederatedLoop(optimizer_state=keep)
-        fit(VectorizedClients(module.double(), 2, compile=False), loop, data(), rounds=1)
-
-    run("reset")
-    with pytest.raises(FederationError, match="initial state is not 0"):
-        run("keep")
-
-
 def test_inner_steps_are_one_number():
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], "inner_steps": count} for count in (1, 2)

@@ -25,23 +25,11 @@ IMPORTED = {
         "_ResultMetric",
         "_Sync",
     ],
-    "torch._C._functorch": ["is_batchedtensor"],
-    "torch._dynamo.utils": ["counters"],
-    "torch._inductor.compile_fx": ["compile_fx", "compile_fx_inner"],
-    "torch._inductor.decomposition": ["select_decomp_table"],
-    "torch._inductor.custom_graph_pass": ["CustomGraphPass", "get_hash_for_files"],
-    "torch._inductor.inductor_prims": ["force_stride_order"],
+    "torch._C._functorch": ["is_functorch_wrapped_tensor"],
     "torch.nn.modules.batchnorm": ["_BatchNorm", "_NormBase"],
     "torch.nn.modules.dropout": ["_DropoutNd"],
     "torch.nn.utils.parametrizations": ["_SpectralNorm"],
-    "torch.utils._python_dispatch": ["TorchDispatchMode"],
-    "torch.utils._pytree": [
-        "TreeSpec",
-        "tree_flatten",
-        "tree_leaves",
-        "tree_map",
-        "tree_unflatten",
-    ],
+    "torch.utils._pytree": ["tree_flatten", "tree_leaves", "tree_map"],
 }
 #: Attributes of a Trainer whose fit has not begun.
 OF_A_TRAINER = [
@@ -50,6 +38,7 @@ OF_A_TRAINER = [
     "_logger_connector.on_batch_end",
     "_logger_connector.on_batch_start",
     "_logger_connector.update_train_step_metrics",
+    "fit_loop._combined_loader",
     "fit_loop.epoch_loop._batches_that_stepped",
     "fit_loop.epoch_loop._broadcast_sigterm_tensor",
     "fit_loop.epoch_loop._num_ready_batches_reached",
@@ -64,6 +53,7 @@ OF_A_TRAINER = [
     "fit_loop.epoch_loop.update_lr_schedulers",
     "fit_loop.epoch_loop.val_loop._on_evaluation_model_train",
     "fit_loop.epoch_loop.val_loop._results.reset",
+    "fit_loop.setup_data",
     "precision_plugin._clip_gradients",
     "received_sigterm",
 ]

@@ -75,11 +75,11 @@ class FedAvg(Aggregator):
 
     def compute(self) -> Tensor:
         """Return the global model plus the mean update, unchanged if no client returned."""
-        return (self.server + self._mean()).to(self.server.dtype)
+        return self._mean().add_(self.server).to(self.server.dtype)
 
     def _mean(self) -> Tensor:
         """Return the mean update in float64, zeros if no client returned."""
-        return sum_value(self.total) / self._normalizer()
+        return sum_value(self.total).div_(self._normalizer())
 
     def _normalizer(self) -> Tensor:
         """Return the sum of the weights over which they are normalized."""

@@ -56,8 +56,6 @@ class RoundBoundary:
 
     def __init__(self, trainer: Trainer, key: str) -> None:
         self._trainer, self._key = trainer, key
-        #: Returns the state that is chosen once per run, in the first batches.
-        self.chosen: Callable[[], dict[str, Any]] = dict
         #: Tensors that do not change in the fit, so that checkpoints need no copy of them.
         self.constants: Iterable[Tensor] = ()
         self._last: _Boundary | None = None
@@ -177,7 +175,7 @@ class RoundBoundary:
         state: dict[str, Any] = _unshared(boundary.checkpoint["callbacks"][self._key])
         if boundary.store is not None:
             state["store"] = boundary.store()
-        return state | self.chosen()
+        return state
 
     def progress(self) -> dict[str, Any]:
         """Return the progress for Lightning's checkpoints after a fit."""

@@ -33,7 +33,7 @@ from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import replaced
 from lightning_fl.objectives import ClientModule
 from lightning_fl.runners import flat
-from lightning_fl.runners.optimizer_values import optimizers_in, params_of
+from lightning_fl.runners.optimizer import optimizers_in, params_of
 from lightning_fl.runners.spectral_norm import spectral_norms
 from lightning_fl.types import FederatedData, FederationError, check_package
 

@@ -8,8 +8,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
+from torch.utils._pytree import tree_map
 
 from lightning_fl.federation.boundary import RoundBoundary
 from lightning_fl.federation.checks import (
@@ -28,7 +30,7 @@ from lightning_fl.federation.checks import (
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.dropped import DropWarnings
 from lightning_fl.federation.loss_scale import LossScale
-from lightning_fl.federation.measures import Measures, evaluating
+from lightning_fl.federation.measures import Measures, evaluating, on_device
 from lightning_fl.federation.memory import ClientMemory
 from lightning_fl.federation.plan import Planner
 from lightning_fl.federation.processes import processes_of
@@ -39,11 +41,21 @@ from lightning_fl.federation.traffic import Traffic
 from lightning_fl.federation.validation import Validation
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set
-from lightning_fl.runners import Declared, VectorizedClients, client_runner, user_module
+from lightning_fl.runners import (
+    ClientRunner,
+    Declared,
+    VectorizedClients,
+    client_runner,
+    user_module,
+)
 from lightning_fl.runners.base import KeepOptimizer
+from lightning_fl.runners.samples import Collated, check_batch
 from lightning_fl.samplers import how_drawn
 from lightning_fl.store import ClientStore
 from lightning_fl.types import Cohort, FederationError, RoundPlan
+
+#: Maximum number of samples in a batch with which vectorized steps are checked.
+MOST_SAMPLES = 8
 
 
 class PreparedFit:
@@ -71,9 +83,8 @@ class PreparedFit:
         self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
         user = user_module(module)
         vectorized = module if isinstance(module, VectorizedClients) else None
-        if vectorized is not None and vectorized.reason is not None:  # it trains sequentially
-            vectorized = None
-        self.data = check_fit(trainer, user, vectorized is not None)
+        is_vectorized = vectorized is not None and vectorized.reason is None
+        self.data = check_fit(trainer, user, is_vectorized)
         #: Digest of the partition. It is computed once, because the digest reads every index.
         self.checksum = self.data.checksum
         self.processes = processes_of(trainer)
@@ -162,6 +173,7 @@ class PreparedFit:
         if isinstance(self.module, VectorizedClients):
             self.module.exchange_frozen = self.exchange_frozen
             self.module.local_patterns = self.options.local_parameters
+            self.module.keeps_optimizer = self.options.optimizer_state != "reset"
         for check in (check_one_optimizer, check_optimized_terms):
             undo.enter_context(checked_optimizers(user_module(self.module), check))
         counts = counts_of_one_client(
@@ -179,9 +191,13 @@ class Fit:
         prepared: The checked fit, after the optimizer was created.
         store: Client state between rounds.
         undo: Clean-up functions of the fit, to which those of the objects are added.
+        check: Whether to check steps in the first round.
     """
 
-    def __init__(self, prepared: PreparedFit, store: ClientStore, undo: ExitStack) -> None:
+    def __init__(
+        self, prepared: PreparedFit, store: ClientStore, undo: ExitStack, check: bool
+    ) -> None:
+        self.check = check
         self.trainer, self.module, self.data = prepared.trainer, prepared.module, prepared.data
         self.options, self.progress = prepared.options, prepared.progress
         self.planner, self.processes = prepared.planner, prepared.processes
@@ -192,23 +208,14 @@ class Fit:
             prepared.checksum + getattr(self.data, "samples_checksum", ""),
         )
         self.aggregator, self.policy = self.options.aggregator, self.options.policy
-        keeps: dict[str, KeepOptimizer] = {"reset": False, "keep": True, "local": "local"}
         self.aggregator.load_client_network()
-        self.runner = client_runner(
-            self.module,
-            self.options.buffer_policy,
-            self.trainer.optimizers[0],
-            keeps[self.options.optimizer_state],
-            prepared.exchange_frozen,
-            self.options.local_parameters,
-        )
+        self.exchange_frozen = prepared.exchange_frozen
+        self.runner = self._make_runner()
         self.boundary.constants = self.runner.constants.parameters.values()
-        undo.callback(self.runner.close)
-        self.runner.set_phases(self.options.phases)
+        undo.callback(self._close)
         check_phases_of_terms(self.runner.module, self.runner.phases.is_trained)
         if self.options.buffers is None:
             warn_of_running_statistics(self.runner.module, self.runner.shared_buffers.values())
-        self.boundary.chosen = lambda: {"runner": c} if (c := self.runner.choices()) else {}
         seed = self.progress.seed  # may differ from the seed at setup after a checkpoint was loaded
         traffic = Traffic(self.runner.layout, self.options.update_transforms)
         traffic.begin(self.runner.trained_mask())
@@ -227,7 +234,8 @@ class Fit:
         self.aggregator.to(server.device).start(server)
         #: Client-side work of the aggregator in addition to training.
         self.parts = self.aggregator.client_parts()
-        self.schedulers, self.loss_scale = Schedulers(self.trainer), LossScale(self.trainer)
+        self.schedulers = Schedulers(self.trainer, self.runner.optimizer_state)
+        self.loss_scale = LossScale(self.trainer)
         if self.schedulers.are_stepwise and self.planner.is_drawn:
             plan = self.planner.plan()
             most = int(plan.num_steps.max())
@@ -243,6 +251,66 @@ class Fit:
         self.warnings = DropWarnings(self.progress.table.rows, self.data.client_names)
         self.validation = Validation(self.trainer, self.data, self.options, self.processes)
         undo.callback(self.validation.close)
+
+    def _make_runner(self) -> ClientRunner:
+        keeps: dict[str, KeepOptimizer] = {"reset": False, "keep": True, "local": "local"}
+        runner = client_runner(
+            self.module,
+            self.options.buffer_policy,
+            self.trainer.optimizers[0],
+            keeps[self.options.optimizer_state],
+            self.exchange_frozen,
+            self.options.local_parameters,
+        )
+        runner.set_phases(self.options.phases)
+        return runner
+
+    def _close(self) -> None:
+        self.runner.close()
+        if isinstance(self.module, VectorizedClients):
+            self.module.end_fit()
+
+    def _decide(self, module: VectorizedClients) -> None:
+        """Decide whether clients are vectorized, by a check of the steps of two clients."""
+        trainer, data, plan = self.trainer, self.data, self.planner.plan()
+        # The clients with the largest batches, which have the same shape for most of them.
+        everyone = torch.arange(self.planner.num_clients)
+        sizes = data.batch_sizes(everyone, 0, 1)[0]
+        clients = sizes.argsort(descending=True, stable=True)[:2].tolist()
+        random = torch.Generator().manual_seed(0)
+        batches = []
+        for client in clients:
+            try:
+                with seeded_rng(0, module.device):
+                    batch = next(iter(data.steps_of(client, random)))
+                    check_batch(batch := on_device(trainer, batch, is_training=True))
+            except Exception as error:
+                error.add_note(f"It is a batch of client {client}")
+                raise
+            batches.append(batch)
+        self.runner.phases.start(self.planner.phase_ends(plan.clients, plan.num_steps))
+        scale = float(plan.group_size)
+        if data.has_samples_in_front and (most := int(sizes.max())) > MOST_SAMPLES:
+            batches = [tree_map(lambda t: t[:MOST_SAMPLES], batch) for batch in batches]
+            scale *= most / MOST_SAMPLES
+        groups = -(-self.planner.cohort_size // plan.group_size)
+        try:
+            steps = self.planner.stepping_batches() * groups
+        except FederationError:  # a policy learns the number of steps
+            steps = int(plan.num_steps.max()) * (trainer.max_epochs or 0) * groups
+        if not data.has_samples_in_front and (why := Collated(batches).why_not_stacked()):
+            module.train_one_by_one(why)
+        else:
+            module.decide([batches[0], batches[-1]], self.check, scale, steps)
+        if module.reason is not None:
+            base_lr, self.runner = self.runner.base_lr, self._make_runner()
+            self.runner.base_lr = base_lr
+            self.runner.constants.note()
+            self.boundary.constants = self.runner.constants.parameters.values()
+            self.schedulers = Schedulers(trainer, self.runner.optimizer_state)
+            self.planner.forget()
+            trainer.fit_loop._combined_loader = None  # made for the plan of groups
+            trainer.fit_loop.setup_data()
 
     @property
     def min_clients(self) -> int:
@@ -291,6 +359,8 @@ class Fit:
         self.processes.same_start(tensors)
         if not self.progress.round:
             runner.note_private()
+        if isinstance(self.module, VectorizedClients) and self.module.runner is not None:
+            self._decide(self.module)
 
     def follow(self) -> None:
         """Take over what hooks have written to buffers of the module since the last round."""

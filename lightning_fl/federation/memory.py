@@ -14,9 +14,7 @@ from lightning_fl.federation.exchange import ClientPart
 from lightning_fl.files import error_context, short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.runners.base import ClientRunner
-from lightning_fl.runners.optimizer_state import OPTIMIZER_ROWS
-from lightning_fl.runners.optimizer_values import params_of
-from lightning_fl.runners.sequential import SequentialRunner
+from lightning_fl.runners.optimizer import params_of
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import ClientUpdate, FederationError, describe
@@ -110,7 +108,6 @@ class ClientMemory:
         """
         tensors = runner.tensors.by_name
         like = {runner.row_name(name): tensors[name] for name in runner.stored}
-        like |= runner.optimizer_state.kept
         for i, initial in enumerate(self.initial):
             like |= {f"{PART}{i}.{name}": first for name, first in initial.items()}
         params = {f"optimizer.{i}": param for i, param in enumerate(params_of(runner.optimizer))}
@@ -128,10 +125,8 @@ class ClientMemory:
                     elif (of := ".".join(name.split(".")[:2])) in params:
                         with error_context(f"{name} does not fit its parameter", RuntimeError):
                             row.expand(params[of].shape)  # of its shape, or broadcastable to it
-                    elif not name.startswith(TRANSFORM):
+                    elif not name.startswith((TRANSFORM, "optimizer.group", "number.")):
                         raise FederationError(f"{short_repr(name)} is not known here")
-                with error_context(f"{type(runner.optimizer).__name__} cannot use it", Exception):
-                    _try_optimizer(rows, runner)
                 update = torch.zeros(self._num_parameters, dtype=runner.vector.dtype)
                 self._try_transforms(rows, update.to(self._device))
 
@@ -184,21 +179,6 @@ class ClientMemory:
             for name, tensor in memory.items():
                 left[prefix + name] = _of_all(tensor, n, trained, stored.get(prefix + name))
         return left
-
-
-def _try_optimizer(rows: Mapping[str, Tensor], runner: ClientRunner) -> None:
-    """Run a step of a copy of the optimizer with the stored state of a client."""
-    learned = {name: row for name, row in rows.items() if name.startswith(OPTIMIZER_ROWS)}
-    if not learned:
-        return
-    is_stacked = not isinstance(runner, SequentialRunner)
-    trial, state = runner.optimizer_state.replica(
-        lambda param: (param[0] if is_stacked else param).clone(), every=True
-    )
-    state.load(learned)
-    for param in params_of(trial):
-        param.grad = torch.zeros_like(param)
-    trial.step(lambda: 0.0)
 
 
 def _of_trained(tensor: Tensor, count: int, trained: Tensor | None) -> Tensor:

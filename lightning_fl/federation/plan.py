@@ -211,9 +211,10 @@ class Planner:
         lr = values.pop("lr", None)
         plan = RoundPlan(seed, round, clients, steps, lr, values, is_empty=is_empty)
         plan = self.change(self._processes.place(plan))
-        if self._vectorizer is None or batches:
+        vectorizer = self._vectorizer
+        if vectorizer is None or vectorizer.reason is not None or batches:
             return plan
-        return self._vectorized(plan, self._vectorizer)
+        return self._vectorized(plan, vectorizer)
 
     def phase_ends(self, clients: Tensor, num_steps: Tensor) -> Tensor:
         """Return the local step at which each phase of clients ends, ``[k, phases]``."""

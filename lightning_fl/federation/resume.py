@@ -67,7 +67,6 @@ STATE: dict[str, Any] = {
     "val_loss": float | None,
     "monitored": {str: float},
     "base_lr": float,
-    "runner": {str: bool},
     "trained": [bool, ...],
     "options": {str: int | float | str | list},
     "store": [{"name": str, "clients": Tensor, "rows": Tensor}, ...],
@@ -168,7 +167,6 @@ class Resume:
             "monitored": progress.monitored,
             "exchanged": fit.runner.num_parameters,
             "base_lr": fit.runner.base_lr,
-            "runner": fit.runner.choices(),
             "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
             "options": {**self._options, OPTIMIZER: type(fit.trainer.optimizers[0]).__name__},
             **{name: deep_copy(rule.state_dict()) for name, rule in self._rules.items()},
@@ -384,7 +382,6 @@ class Resume:
                 rule.load_state_dict(state[name])
         _train_only(module, state["trained"])
         runner.base_lr = state["base_lr"]
-        runner.choose(state["runner"])
 
     def _check_restored(
         self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fl.federation.checks import check_finite, check_options, warn_of_averaged_buffers
 from lightning_fl.federation.dropped import (
@@ -33,7 +33,8 @@ from lightning_fl.functional.randomness import (
     seed_rng,
     set_rng_state,
 )
-from lightning_fl.functional.summation import compiled_sums
+from lightning_fl.hooks import call_hook
+from lightning_fl.runners.optimizer import Options
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.types import (
     ClientUpdate,
@@ -94,6 +95,8 @@ class Round:
         self.updates: dict[int, Tensor] = {}
         self.is_aggregating = self.is_aggregated = self.is_abandoned = self.is_validated = False
         self._schedule = self.schedule_before
+        #: Options that schedulers have set at the end of the round.
+        self._by_rounds: Options = []
         #: Lightning's count of steps at the start of the client.
         self._steps_at_start = 0
         self._client: ClientContext | None = None
@@ -117,6 +120,7 @@ class Round:
             fit.follow()
         else:
             fit.begin()
+            self.plan = fit.planner.plan()  # which depends on whether clients are vectorized
         fit.runner.check_optimizer(fit.trainer.optimizers[0])
         self.server = self.start = fit.runner.read()
         if not self.plan.round:
@@ -213,6 +217,19 @@ class Round:
             mean_losses=lambda: fit.measures.client_losses(fit.runner, ids, round),
             mean_gradients=lambda: fit.measures.client_gradients(fit.runner, ids, round),
         )
+
+    def step_schedulers(self, step: Callable[[], None]) -> None:
+        """Step the schedulers that count rounds, at the end of the last batch.
+
+        Of several clients, the last one must not decide from where schedulers go on.
+
+        Args:
+            step: Function that steps the schedulers.
+        """
+        if self.is_aggregated or len(self.plan.clients) == 1:
+            step()
+        else:
+            self._by_rounds = self.fit.schedulers.step_rounds(step, self._schedule)
 
     def report(self, batch_idx: int, outputs: Any) -> None:
         """Record the losses that clients report after their first local step.
@@ -395,8 +412,7 @@ class Round:
             self._waiting = []
 
     def _give(self, update: ClientUpdate) -> None:
-        with compiled_sums(self.fit.runner.may_compile):
-            self.fit.aggregator.update(update)
+        self.fit.aggregator.update(update)
 
     def _end_parts(self, delta: Tensor, lr: Tensor) -> dict[str, Tensor]:
         """Run the client parts after training; return the tensors sent with the updates."""
@@ -435,6 +451,7 @@ class Round:
         fit, self.is_aggregating = self.fit, True
         fit.runner.constants.check()
         self._pass_on_all()
+        self._client = None  # which holds an update
         self._merge()
         returned = len(self.plan.cohort) - len(self.results.dropped)
         vector = fit.aggregator.conclude(returned, fit.min_clients)
@@ -446,6 +463,7 @@ class Round:
         self.traffic.note_moved(self.server.vector, server.vector)
         scale = median_state(self.results.scales.values()) or self._scale
         self._leave_clients(server, self.results.schedule, scale)
+        fit.runner.optimizer_state.set_options(self._by_rounds)
         is_first = vector is not None and fit.runner.fit_to_average(returned)
         if is_first and fit.options.buffers is None:
             buffers = fit.runner.shared_buffers
@@ -620,9 +638,3 @@ class Round:
         where += f", {list_clients(clients, self.fit.data.client_names, len(clients))}"
         where += f", local step{'s' * (last > first)} {first}"
         return where + (f" to {last}" if last > first else "")
-
-
-def call_hook(module: nn.Module, name: str) -> None:
-    """Call an optional hook of the module (``on_client_start``, ``on_client_end``)."""
-    if callable(hook := getattr(module, name, None)):
-        hook()

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_fl.hooks import properties_set
+from lightning_fl.runners.optimizer import ClientOptimizer, Options
 from lightning_fl.types import FederationError
 
 
@@ -79,26 +82,27 @@ def counts_of_one_client(
     return properties_set(trainer, counts)
 
 
-ScheduleState = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+ScheduleState = tuple[list[dict[str, Any]], Options]
 
 
 class Schedulers:
-    """Manage the learning-rate schedulers of the module.
+    """Manage the learning-rate schedulers of the module, and the options of its optimizer.
 
-    With ``interval="step"``, every client starts from the schedule at the start of the round, so
-    that its learning rates do not depend on other clients. The next round continues from the client
-    with the most local steps. With ``ReduceLROnPlateau``, Lightning saves checkpoints before it
-    steps the scheduler, so a resumed run repeats this step.
+    Every client starts from the options at the start of the round, and from the schedule if it has
+    ``interval="step"``, so that its learning rates do not depend on other clients. The next round
+    continues from the client with the most local steps. With ``ReduceLROnPlateau``, Lightning saves
+    checkpoints before it steps the scheduler, so a resumed run repeats this step.
 
     Args:
         trainer: The Trainer of the fit.
+        optimizer: Its optimizer.
 
     Raises:
         FederationError: If schedulers with ``interval="step"`` are combined with others or have a
             ``frequency`` other than 1, or if ``ReduceLROnPlateau`` has ``interval="step"``.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, optimizer: ClientOptimizer) -> None:
         configs = trainer.lr_scheduler_configs
         stepwise = [c for c in configs if c.interval == "step"]
         if stepwise and (len(stepwise) < len(configs) or any(c.frequency != 1 for c in stepwise)):
@@ -113,7 +117,7 @@ class Schedulers:
             )
         self._stepwise: list[Any] = [c.scheduler for c in stepwise]
         self._on_plateau = [c for c in configs if c.reduce_on_plateau and c.interval == "epoch"]
-        self._optimizer = trainer.optimizers[0]
+        self._optimizer = optimizer
 
     @property
     def are_stepwise(self) -> bool:
@@ -121,27 +125,38 @@ class Schedulers:
         return bool(self._stepwise)
 
     def read(self) -> ScheduleState:
-        """Return a copy of the state of step-wise schedulers and of their optimizer options."""
-        if not self._stepwise:
-            return [], []
-        groups = [
-            {k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups
-        ]
-        return copy.deepcopy(([s.state_dict() for s in self._stepwise], groups))
+        """Return a copy of the state of step-wise schedulers, and of the optimizer's options."""
+        states = copy.deepcopy([scheduler.state_dict() for scheduler in self._stepwise])
+        return states, self._optimizer.options()
 
     def write(self, state: ScheduleState) -> None:
-        """Restore a state returned by :meth:`read`.
+        """Restore a state returned by :meth:`read`."""
+        schedulers, options = state
+        for scheduler, saved in zip(self._stepwise, copy.deepcopy(schedulers), strict=True):
+            scheduler.load_state_dict(saved)
+        self._optimizer.set_options(options)
+
+    def step_rounds(self, step: Callable[[], None], start: ScheduleState) -> Options:
+        """Step the schedulers that count rounds, from the options at the start of the round.
 
         Args:
-            state: The state.
+            step: Function that steps them.
+            start: State at the start of the round.
+
+        Returns:
+            The options that they have changed; the others are left as they were.
         """
-        if not self._stepwise:
-            return
-        schedulers, groups = copy.deepcopy(state)
-        for scheduler, saved in zip(self._stepwise, schedulers, strict=True):
-            scheduler.load_state_dict(saved)
-        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
-            group.update(values)
+        optimizer, (_, before) = self._optimizer, start
+        last = optimizer.options()
+        optimizer.set_options(before)
+        step()
+        changed = [
+            {name: value for name, value in now.items() if not _is_same(value, then.get(name))}
+            for now, then in zip(optimizer.options(), before, strict=False)
+        ]
+        optimizer.set_options(last)
+        optimizer.set_options(changed)
+        return changed
 
     def monitored(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return the metrics that ``ReduceLROnPlateau`` monitors, at the end of a round.
@@ -164,3 +179,8 @@ class Schedulers:
             if value is not None and rounds % config.frequency == 0:
                 assert isinstance(scheduler, ReduceLROnPlateau)
                 scheduler.step(value)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    is_tensor = isinstance(value, Tensor) and isinstance(other, Tensor)
+    return torch.equal(value, other) if is_tensor else bool(value == other)

@@ -20,11 +20,6 @@ independent of the number of addends.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,12 +33,6 @@ BINS = 3
 #: Number of rows, and of elements, to add at once on a CPU, limited by its cache, and on other
 #: devices.
 ROWS, PIECE, DEVICE_PIECE = 20, 2**17, 2**22
-#: Number of rows and columns that compiled code adds at once. The last rows are filled up, so it is
-#: the usual number of convolutional networks that train together.
-FUSED_ROWS, FUSED_WIDTH = 10, 2**17
-#: Number of elements of a sum from which compiled code is used, and of all sums in a process before
-#: which it is not made: adding them takes about as long as compiling.
-LARGE, MANY = 2**17, 2**28
 
 #: Bound on scaled addends: half the unit of the next higher bin, so that this bin rounds to 0.
 _LIMIT = 2.0 ** (BITS - 1)
@@ -51,24 +40,6 @@ _LIMIT = 2.0 ** (BITS - 1)
 _ANCHORS = [1.5 * 2.0 ** (52 - i * BITS) for i in range(BINS)]
 #: Scale of zero, that of the lowest window. Its lowest unit is the smallest subnormal number.
 _SCALE_OF_ZERO = 2.0**1010
-
-_is_permitted: ContextVar[bool] = ContextVar("compiled sums", default=False)
-
-
-@contextmanager
-def compiled_sums(permitted: bool = True) -> Iterator[None]:
-    """Permit or forbid compiled code for large sums on a CPU. The results are the same bit for bit.
-
-    The code is made when many elements have been added where it is permitted.
-
-    Args:
-        permitted: Whether compiled code is permitted in the context.
-    """
-    token = _is_permitted.set(permitted)
-    try:
-        yield
-    finally:
-        _is_permitted.reset(token)
 
 
 def empty_sum(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
@@ -112,8 +83,6 @@ def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None
         width = max(DEVICE_PIECE // len(rows), 1)
         for state, piece in zip(total.split(width, 1), rows.split(width, 1), strict=True):
             _add_alike(state, piece, factors)
-    elif _is_permitted.get() and len(rows) > 1 and rows.numel() >= LARGE:
-        _fused.add(total, rows, factors)
     else:
         _add_in_cache(total, rows, factors)
 
@@ -128,82 +97,6 @@ def _add_alike(total: Tensor, rows: Tensor, factors: Tensor) -> None:
         unit_bin += rounded.sum(0)
         rest = rest - rounded
     total.copy_(state)
-
-
-def _added(total: Tensor, rows: Tensor, factors: Tensor) -> list[Tensor]:
-    """Return the bins after :data:`FUSED_ROWS` weighted rows, and the largest of the addends.
-
-    The code is elementwise, so that a compiler makes one pass of it.
-    """
-    *bins, scale = total.unbind()
-    largest = torch.zeros_like(scale)
-    for row in range(FUSED_ROWS):
-        rest = rows[row].to(total) * factors[row]
-        largest = torch.maximum(largest, rest.abs())
-        rest = rest * scale
-        for i, anchor in enumerate(_ANCHORS):
-            rounded = (rest + anchor) - anchor
-            bins[i] = bins[i] + rounded
-            rest = rest - rounded
-    return [*bins, largest]
-
-
-class _Fused:
-    """Adds rows with compiled code, once that pays."""
-
-    def __init__(self) -> None:
-        #: Number of elements added so far.
-        self.num_elements = 0
-        self.is_broken = False
-
-    @cached_property
-    def graph(self) -> Callable[..., list[Tensor]]:
-        """Compiled code, made when it is first used: torch's compiler takes a second to import."""
-        return torch.compile(_added, dynamic=True)
-
-    def add(self, total: Tensor, rows: Tensor, factors: Tensor) -> None:
-        """Add weighted rows."""
-        self.num_elements += rows.numel()
-        if self.is_broken or self.num_elements <= MANY:
-            _add_in_cache(total, rows, factors)
-            return
-        missing = -len(rows) % FUSED_ROWS  # in the last block, which is filled up
-        weights = torch.cat([factors, factors.new_zeros(missing)]).split(FUSED_ROWS)
-        for start in range(0, rows.shape[1], FUSED_WIDTH):
-            at = slice(start, start + FUSED_WIDTH)
-            for block, weight in zip(rows.split(FUSED_ROWS), weights, strict=True):
-                some = block[:, at]
-                if len(some) < FUSED_ROWS:
-                    some = torch.cat([some, some[-1:].expand(missing, -1)])
-                self._add_block(total[:, at], some, weight)
-
-    def _add_block(self, state: Tensor, rows: Tensor, factors: Tensor) -> None:
-        try:
-            *bins, largest = self.graph(state, rows, factors)
-        except Exception as error:  # torch.compile and the compilers below it fail in many ways
-            if not self.is_broken:
-                warnings.warn(
-                    f"sums are not compiled: {type(error).__name__}: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            self.is_broken = True
-            _add_in_cache(state, rows, factors)
-            return
-        at = _too_large(largest * state[-1])
-        if isinstance(at, slice):  # for example in an empty sum
-            _shift(state, at, _scale_for(largest))
-            *bins, _ = self.graph(state, rows, factors)
-        elif at is not None:
-            shifted = state[:, at]
-            _add_in_cache(shifted, rows[:, at], factors)
-        for unit_bin, new in zip(state, bins, strict=False):  # not the scale
-            unit_bin.copy_(new)
-        if isinstance(at, Tensor):
-            state[:, at] = shifted
-
-
-_fused = _Fused()
 
 
 def _add_in_cache(total: Tensor, rows: Tensor, factors: Tensor) -> None:

@@ -15,18 +15,21 @@ from torch import Tensor, nn
 
 from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.runners.constants import Constants
-from lightning_fl.runners.fresh import check_fresh
 from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.local_tensors import named_local_tensors
-from lightning_fl.runners.optimizer_state import OptimizerState, Rows
-from lightning_fl.runners.optimizer_values import around_steps, parameters_held, params_of
+from lightning_fl.runners.optimizer import (
+    ClientOptimizer,
+    Rows,
+    around_steps,
+    parameters_held,
+    params_of,
+)
 from lightning_fl.runners.phases import Phase, PhasedTraining
 from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.runners.tensors import (
     GLOBAL_PARAMETERS,
     ModuleTensors,
     TensorList,
-    beside,
     flat,
     is_floating,
 )
@@ -59,11 +62,8 @@ class ClientRunner(ABC):
         local: Names of the client-local tensors.
 
     Raises:
-        FederationError: If an optimizer state cannot be reset or kept, or there is none to keep.
+        FederationError: If an optimizer cannot be reset, or there is no state to keep.
     """
-
-    #: Whether code may be compiled.
-    may_compile = False
 
     def __init__(
         self,
@@ -79,8 +79,7 @@ class ClientRunner(ABC):
         self.tensors = ModuleTensors(module, constants)
         self.constants = Constants(type(module).__name__, self.tensors.constants)
         self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
-        self._has_warned_of_late = self._has_aggregated = False
-        #: Numbers of the module that a policy may set.
+        self._has_warned_of_late = self._has_aggregated = self._is_in_step = False
         self.declared = Declared(module)
         self.declared.reset()
         #: Initial values of client-local parameters and buffers, by name.
@@ -94,20 +93,16 @@ class ClientRunner(ABC):
         self.shared = {n: p for n, p in params.items() if is_floating(p)}
         self.shared_buffers = {n: b for n, b in buffers_sent.items() if is_floating(b)}
         #: Aggregated integer parameters and buffers, by name.
-        self.named_counters = {
-            n: t for n, t in {**params, **buffers_sent}.items() if not is_floating(t)
-        }
-        self.vector = TensorList(
-            [*self.shared.values(), *self.shared_buffers.values()], torch.float32
-        )
+        sent = {**params, **buffers_sent}.items()
+        self.named_counters = {n: t for n, t in sent if not is_floating(t)}
+        floating = [*self.shared.values(), *self.shared_buffers.values()]
+        self.vector = TensorList(floating, torch.float32)
         self.num_parameters = sum(flat(p).numel() for p in self.shared.values())
         self.counters = TensorList(self.named_counters.values(), torch.int64)
-        own = named_local_tensors(module)
         #: Parameters of the model that stay local by an option of the loop. The parameters that a
         #: client started from, which terms compare with, are then its own ones.
-        self.restored_first = [
-            n for n in self.private if n in self.named_parameters and n not in own
-        ]
+        own = {*self.named_buffers, *named_local_tensors(module)}
+        self.restored_first = [name for name in self.private if name not in own]
         #: Names of the parameters and buffers that are stored for each client.
         self.stored = list(self.private)
         if buffers == "local":
@@ -116,30 +111,31 @@ class ClientRunner(ABC):
         #: is the initial value, so that the scheduler's factor still applies.
         group = optimizer.param_groups[0]
         self.base_lr = float(group.get("initial_lr", group.get("lr", 0.0)))
-        #: Number of clients in training.
-        self.count = 1
-        self._ratio, self._own_lr, self._is_in_step = 1.0, list[Any](), False
+        #: Number of clients in training, and index of the local step within the Lightning batch.
+        self.count, self.step = 1, 0
+        #: Ratio of the client's rate, the group's own rates, and that of the first in each step.
+        self._ratio, self._own_lr, self._step_rates = 1.0, list[Any](), list[Any]()
         #: Terms that are added to the gradients of the clients in training.
         self.gradient_terms: list[GradientTerm] = []
-        #: Parameters to whose gradients the terms have added in this step.
-        self.completed: set[str] = set()
         #: Phases of local training, and the number of local steps before the Lightning batch.
         self.phases, self.steps_before = PhasedTraining(), 0
-        #: Index of the local step within the Lightning batch.
-        self.step = 0
         #: Parameter groups that do not hold all their parameters in a step, and all of these.
         self._incomplete: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-        if keep_optimizer == "local" and not self.private.keys() & self.named_parameters.keys():
+        self._check_local()
+        #: Makes the optimizer fresh for each client.
+        self.optimizer_state = ClientOptimizer(optimizer)
+        self._end_steps = around_steps(optimizer, self._before_step, self.end_step)
+
+    def _check_local(self) -> None:
+        """Check that there is a state to keep, if clients keep that of local parameters only."""
+        if (
+            self.keep_optimizer == "local"
+            and not self.private.keys() & self.named_parameters.keys()
+        ):
             raise FederationError(
                 "optimizer_state='local' keeps the state of client-local parameters, and there are"
                 " none: set local_parameters, or optimizer_state='reset' or 'keep'"
             )
-        #: The state of the optimizer.
-        self.optimizer_state = OptimizerState(optimizer)
-        check_fresh(self.optimizer_state, bool(keep_optimizer))
-        #: Learning rate of the first parameter group in each local step, without client ratios.
-        self._step_rates: list[Any] = []
-        self._end_steps = around_steps(optimizer, self._before_step, self.end_step)
 
     # --- the global model -------------------------------------------------------------------------
 
@@ -352,7 +348,7 @@ class ClientRunner(ABC):
             values: Values of the clients in training, ``[k]``.
 
         Raises:
-            FederationError: If the step of several clients is vectorized.
+            FederationError: If the step is vectorized.
         """
 
     @abstractmethod
@@ -384,13 +380,6 @@ class ClientRunner(ABC):
             delta[:, at:] = 0
         return delta
 
-    def choices(self) -> dict[str, bool]:
-        """Return the choices made by timing, which a resumed run must repeat."""
-        return {}
-
-    def choose(self, choices: Mapping[str, bool]) -> None:  # noqa: B027  # sequential has none
-        """Restore the choices that :meth:`choices` returned."""
-
     # --- gradients --------------------------------------------------------------------------------
 
     def add_to_gradients(self, term: GradientTerm) -> None:
@@ -404,14 +393,12 @@ class ClientRunner(ABC):
         Gradients of parameters that clients do not train in this step are removed.
         """
         params = self.client_parameters()
-        self.completed.clear()
         # Set by a gradient scaler for a fused optimizer, which itself divides the gradients by it.
         scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
         for term in self.gradient_terms:
             for name, value in term(params).items():
                 param = self._trained_tensor(name)
                 if param.requires_grad:
-                    self.completed.add(name)
                     value = value.reshape(param.shape).to(param.dtype)
                     value = value if scale is None else value * scale
                     param.grad = value.clone() if param.grad is None else param.grad.add_(value)
@@ -430,7 +417,7 @@ class ClientRunner(ABC):
             FederationError: If a phase trains no parameter, or the optimizer would move parameters
                 that a phase does not train.
         """
-        if phases and next(parameters_held(self.optimizer), None) is not None:
+        if phases and parameters_held(self.optimizer):
             name = type(self.optimizer).__name__
             raise FederationError(
                 f"phases do not support {name}, which holds parameters outside of its parameter"
@@ -448,28 +435,25 @@ class ClientRunner(ABC):
         """
         self.phases.start(ends)
 
-    def _held(self) -> Mapping[str, Tensor | None]:
+    def _held(self) -> list[nn.Parameter]:
         """Return the parameters that clients do not train in this step."""
-        return self.phases.held(self.steps_before)
+        names = self.phases.held(self.steps_before + self.step)
+        return [self._trained_tensor(name) for name in names]
 
     def hold_gradients(self) -> None:
         """Remove the gradients of parameters that clients do not train in this step.
 
         Called after the backward pass and after everything that may add to gradients.
         """
-        for name, clients in self._held().items():
-            param = self._trained_tensor(name)
-            if clients is None:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad.masked_fill_(~beside(clients, param.grad), 0)
+        for param in self._held():
+            param.grad = None
 
     def _hide_held(self) -> None:
         """Hide parameters from the optimizer for this step, as it may move them without gradient.
 
         PFedMe, for example, moves parameters towards the personal model of an earlier step.
         """
-        hidden = {id(self._trained_tensor(n)) for n, c in self._held().items() if c is None}
+        hidden = {id(param) for param in self._held()}
         if not hidden:
             return
         for optimizer in self.optimizer_state.optimizers:
@@ -488,7 +472,7 @@ class ClientRunner(ABC):
 
     def _ratios(self, lr: Sequence[float]) -> list[float]:
         """Reset the record of steps and return the clients' rates as ratios to the optimizer's."""
-        self._step_rates, self.gradient_terms, self.completed = [], [], set()
+        self._step_rates, self.gradient_terms = [], []
         self._is_in_step = False  # after an exception inside a step
         for rate in lr:
             if rate != self.base_lr and not self.base_lr:

@@ -40,10 +40,9 @@ def clients_at_once(
 ) -> int:
     """Return the number of clients that train at once.
 
-    ``auto`` chooses the number of clients with parameters and samples that fit into a processor's
-    cache together. It is small for convolutions, since their activations need much more memory. On
-    a GPU, it chooses the number that fits into a quarter of the memory, by an estimate of their
-    activations.
+    On a CPU, ``auto`` chooses the number of clients with parameters and samples that fit into a
+    processor's cache together, and 1 for networks with convolutions. On a GPU, it chooses the
+    number that fits into a quarter of the memory, by an estimate of their activations.
 
     Args:
         module: The user's module.
@@ -60,10 +59,12 @@ def clients_at_once(
     size = client_bytes(module, constants)
     most = memory // (4 * size)  # parameters, gradients, optimizer, workspace
     if option == "auto":
+        if not on_a_gpu and has_convolutions(module):
+            return 1
         if on_a_gpu and batch_bytes and (factor := activations(module)) is not None:
             many = int(GPU_SHARE * memory) // (4 * size + factor * batch_bytes)
         else:
-            many = FEW_CLIENTS if has_convolutions(module) else CACHE // (size + batch_bytes)
+            many = CACHE // (size + batch_bytes)
         return min(max(FEW_CLIENTS, many), max(most, 1), clients)
     if min(option, clients) > most:
         raise FederationError(
@@ -120,6 +121,17 @@ def activations(module: nn.Module) -> int | None:
 def has_convolutions(module: nn.Module) -> bool:
     """Return whether a module has 2-d convolutions."""
     return any(isinstance(m, nn.Conv2d) for m in module.modules())
+
+
+def knows_weights(module: LightningModule) -> bool:
+    """Return whether a module takes sample weights, and none of its layers mixes samples."""
+    layers = [part for part in module.modules() if part is not module]
+    are_known = all(
+        type(layer).__module__.startswith(("torch.nn.", "lightning_fl.", "torchmetrics."))
+        and not isinstance(layer, _NormBase)
+        for layer in layers
+    )
+    return are_known and bool(getattr(module, "federated_knows_weights", False))
 
 
 def device_memory(device: torch.device, processes: int) -> int:

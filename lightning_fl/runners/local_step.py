@@ -73,34 +73,21 @@ def gradients_of(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
     }
 
 
-def backward(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
-    """Make the backward pass of sequential training; return the gradients as :func:`gradients_of`.
-
-    Checkpoints with ``use_reentrant=True`` make a backward pass of their own, whose gradients
-    ``torch.autograd.grad`` does not return.
-
-    Args:
-        loss: The loss.
-        params: Parameters by name. Their own gradients are left alone.
-    """
-    before = [param.grad for param in params.values()]
-    for param in params.values():
-        param.grad = None
-    try:
-        loss.backward()
-        return {
-            name: param.grad.to_dense() if param.grad.is_sparse else param.grad
-            for name, param in params.items()
-            if param.grad is not None
-        }
-    finally:
-        for param, grad in zip(params.values(), before, strict=True):
-            param.grad = grad
-
-
 #: Attributes of the module that a step sets.
-_SET = ("log", "federated_sample_weight", "federated_record", "federated_global_parameters")
+_SET = (
+    *("log", "optimizers", "federated_sample_weight", "federated_record"),
+    "federated_global_parameters",
+)
 _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
+
+
+def refuse_optimizer(*_: Any, **__: Any) -> Any:
+    """Refuse access to the optimizer in a step.
+
+    Raises:
+        FederationError: In any case.
+    """
+    raise FederationError("training_step uses its optimizer, which trains all clients together")
 
 
 class LocalStep(nn.Module):
@@ -115,13 +102,19 @@ class LocalStep(nn.Module):
     Args:
         module: The user's module.
         constants: Frozen parameters that all clients share, by name. The module uses its own.
+        refuses_optimizer: Whether the step must not use its optimizer, which has the tensors of all
+            clients.
     """
 
     def __init__(
-        self, module: LightningModule, constants: Mapping[str, Tensor] | None = None
+        self,
+        module: LightningModule,
+        constants: Mapping[str, Tensor] | None = None,
+        refuses_optimizer: bool = False,
     ) -> None:
         super().__init__()
         self.module: LightningModule = module
+        self._refuses_optimizer = refuses_optimizer
         self._constants = dict(constants or {})
         #: Index of the clients' local step, passed to the module as ``batch_idx``.
         self.batch_idx = 0
@@ -200,6 +193,8 @@ class LocalStep(nn.Module):
             recorded["loss"] = loss.detach()
 
         known: dict[str, Any] = {"log": log}
+        if self._refuses_optimizer:
+            known["optimizers"] = refuse_optimizer
         if hasattr(self.module, "federated_sample_weight"):
             known["federated_sample_weight"] = weight
         if hasattr(self.module, "federated_record"):
@@ -247,7 +242,6 @@ class LocalStep(nn.Module):
         weight: Tensor | None,
         *,
         fixed_is_shared: bool,
-        at_once: bool,
         hyperparameters: Tensors | None = None,
         randomness: Literal["different", "same"] = "different",
     ) -> Outcome:
@@ -260,7 +254,6 @@ class LocalStep(nn.Module):
             batch: Samples, ``[k, B, ...]``.
             weight: Sample weights, ``[k, B]``, or None.
             fixed_is_shared: Whether all clients started from the same parameters.
-            at_once: Whether to vectorize the step. Otherwise there must be only one client.
             hyperparameters: Numbers of the policy by name, ``[k]``; None means none.
             randomness: Whether the vectorized step draws different random numbers for each client.
         """
@@ -275,34 +268,27 @@ class LocalStep(nn.Module):
         def step(client: dict[str, Any]) -> Outcome:
             return self.one(**shared, **client)
 
-        if at_once:
-            in_dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, own)
-            stacked: Outcome = vmap(step, in_dims=(in_dims,), randomness=randomness)(own)
-            return stacked
-        single = step(tree_map(lambda t: t.squeeze(0) if isinstance(t, Tensor) else t, own))
-        outcome: Outcome = tree_map(lambda t: t.unsqueeze(0), single)
+        in_dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, own)
+        outcome: Outcome = vmap(step, in_dims=(in_dims,), randomness=randomness)(own)
         return outcome
 
-    def by_itself(
-        self, fixed: Tensors, batch: Any, hyperparameters: Tensors | None = None
-    ) -> tuple[Outcome, Tensors]:
+    def by_itself(self, fixed: Tensors, batch: Any) -> tuple[Outcome, Tensors]:
         """Make the step on the module's own tensors, as in sequential training.
 
         Args:
             fixed: Parameters that the client started from. If empty, the module's attribute is not
                 changed.
             batch: The client's batch.
-            hyperparameters: The client's numbers of the policy by name. Without them, the module's
-                attribute is not changed.
 
         Returns:
             The outcome of the step without buffers, and the gradients of the parameters that have
             one, by name.
         """
-        (loss, task_loss), logs, recorded = self._noted(
-            lambda: self(batch), fixed, None, hyperparameters or {}
-        )
-        grads = backward(loss, self._parameters_at_start)
+        self.module.zero_grad()
+        (loss, task_loss), logs, recorded = self._noted(lambda: self(batch), fixed, None, {})
+        loss.backward()  # torch.autograd.grad does not support reentrant checkpoints
+        grads = {n: p.grad for n, p in self._parameters_at_start.items() if p.grad is not None}
+        grads = {n: grad.to_dense() if grad.is_sparse else grad for n, grad in grads.items()}
         return Outcome(loss.detach(), task_loss.detach(), logs, recorded, {}), grads
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:

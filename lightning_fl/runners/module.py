@@ -9,16 +9,24 @@ from typing import Any, Literal, cast
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fl.hooks import attributes_set
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
-from lightning_fl.runners.groups import clients_at_once, device_memory, has_convolutions, num_steps
+from lightning_fl.runners.compiled import compiling_pays
+from lightning_fl.runners.groups import (
+    client_bytes,
+    clients_at_once,
+    device_memory,
+    has_convolutions,
+    num_steps,
+)
 from lightning_fl.runners.local_tensors import split_tensors
-from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
+from lightning_fl.runners.optimizer import optimizers_in, restack, why_not_elementwise
 from lightning_fl.runners.samples import BatchSamples, each_of
+from lightning_fl.runners.self_check import MAX_BYTES, VectorizedCheck
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import (
     changes_transfers,
@@ -27,8 +35,11 @@ from lightning_fl.runners.step_hooks import (
     warn_of_gradient_hooks,
     why_alone,
 )
-from lightning_fl.runners.vmap import VmapRunner
+from lightning_fl.runners.vectorized import VectorizedRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
+
+#: Methods of the module itself, if clients train one after another.
+OF_MODULE = ("training_step", "configure_optimizers")
 
 
 class VectorizedClients(LightningModule):
@@ -41,29 +52,21 @@ class VectorizedClients(LightningModule):
     draw their numbers in a different order. Validation, test, prediction and checkpoints are those
     of the module.
 
-    The first step is compared with the module's own step in float64. A module that cannot be
-    vectorized trains its clients one after another, with a warning that gives the reason.
+    In the first round, steps of two clients are compared with the module's own steps, on copies of
+    the module in float64. A module that cannot be vectorized trains its clients one after another,
+    with a warning that gives the reason.
 
     Args:
         module: Any LightningModule with automatic optimization.
-        group_size: Number of clients that train at once. ``auto`` chooses it.
+        group_size: Number of clients that train at once. ``auto`` chooses it. On a CPU, networks
+            with 2-d convolutions then train one after another, by compiled steps if the optimizer
+            is SGD and the run is long enough; everything else is vectorized.
         steps_per_batch: Number of local steps in one Lightning batch. More steps reduce Lightning's
             overhead per step. ``auto`` chooses by memory. ``on_train_batch_start`` and
             ``on_train_batch_end`` of callbacks run once per batch; hooks that see gradients run in
             every local step.
-        compile: Whether to compile forward and backward pass. ``auto`` does so if the remaining run
-            is long enough to pay for it. If ``group_size="auto"`` trains clients one after another
-            on a CPU with SGD, the step of one client is compiled, and several clients train side by
-            side, each with its share of the cores, if that is faster. Unless it is false, large
-            sums of updates are compiled on a CPU, too, after the first of them, with the same
-            results bit for bit.
-        fast_matmul: Whether oneDNN multiplies matrices on a CPU. ``auto`` uses it if it is as
-            exact.
-        channels_last: Whether to store images and filters of 2-d convolutions in channels-last
-            memory format. ``auto`` does so on a CPU, where it is faster.
-        rewrite_graphs: Whether to rewrite compiled graphs for a CPU, so that gradients of weights
-            are computed in the layout of the weights, that of the cross-entropy is fused, and max
-            pooling is left to torch.
+        compile: Whether to compile forward and backward pass. ``auto`` does so if the run is long
+            enough to pay for it.
         fixed_groups: Whether to group the clients independently of the number of processes and
             assign whole groups to processes. Results are then bit for bit the same on any number of
             processes. With fewer groups than processes, some processes are idle. Requires a number
@@ -87,9 +90,6 @@ class VectorizedClients(LightningModule):
         group_size: int | Literal["auto"] = "auto",
         steps_per_batch: int | Literal["auto"] = "auto",
         compile: bool | Literal["auto"] = "auto",
-        fast_matmul: bool | Literal["auto"] = "auto",
-        channels_last: bool | Literal["auto"] = "auto",
-        rewrite_graphs: bool = True,
         fixed_groups: bool = False,
     ) -> None:
         super().__init__()
@@ -99,14 +99,8 @@ class VectorizedClients(LightningModule):
         for name, value in (("group_size", group_size), ("steps_per_batch", steps_per_batch)):
             if value != "auto":
                 check_integer(name, value, min=1, hint="pass an integer or auto")
-        for name, option in (
-            ("compile", compile),
-            ("fast_matmul", fast_matmul),
-            ("channels_last", channels_last),
-        ):
-            if option not in ("auto", True, False):
-                raise FederationError(f"{name} must be auto, true or false, got {option!r}")
-        self.rewrite_graphs = check_flag("rewrite_graphs", rewrite_graphs)
+        if compile not in ("auto", True, False):
+            raise FederationError(f"compile must be auto, true or false, got {compile!r}")
         self.fixed_groups = check_flag("fixed_groups", fixed_groups)
         if self.fixed_groups and group_size == "auto":
             raise FederationError(
@@ -118,25 +112,22 @@ class VectorizedClients(LightningModule):
         for name in ("_strict_loading", "_log_hyperparams", "_hparams_name", "_dtype", "_device"):
             vars(self)[name] = vars(module).get(name)
         self.group_size, self.steps_per_batch = group_size, steps_per_batch
-        self.compiled, self.fast_matmul = compile, fast_matmul
-        self.channels_last = channels_last
+        self.compiled = compile
         self.stack: dict[str, nn.Parameter] = {}
-        self.runner: VmapRunner | None = None
+        self.runner: VectorizedRunner | None = None
         self._has_warned_of_callbacks = False
         #: See :class:`~lightning_fl.callbacks.FederatedLoop`, which sets it.
         self.exchange_frozen: bool | None = None
         self.local_patterns: Sequence[str] = ()
+        self.keeps_optimizer = False
         #: Parameters that all clients share, by name, so that they are not stacked.
         self.constants: dict[str, nn.Parameter] = {}
-        overridden = hooks_of(module)
-        #: Why the clients train one after another; None if they are vectorized.
-        self.reason = why_alone(module, overridden)
-        if self.reason is not None:
-            rank_zero_warn(f"{type(module).__name__} is not vectorized: {self.reason}")
-            overridden += ["training_step", "configure_optimizers"]
-        for name in overridden:
+        for name in hooks_of(module):
             vars(self)[name] = getattr(module, name)
-
+        #: Why the clients train one after another; None if they are vectorized.
+        self.reason: str | None = None
+        if why := why_alone(module):
+            self.train_one_by_one(why)
         vars(self)["_is_made"] = True
 
     # --- the wrapped module -----------------------------------------------------------------------
@@ -220,6 +211,72 @@ class VectorizedClients(LightningModule):
         if "module" in self._modules:
             self.module._current_fx_name = name
 
+    # --- vectorized or not ------------------------------------------------------------------------
+
+    def train_one_by_one(self, why: str, is_choice: bool = False) -> None:
+        """Train clients one after another from now on, as without this wrapper.
+
+        Args:
+            why: The reason.
+            is_choice: Whether they could be vectorized, so that there is nothing to warn of.
+        """
+        self.reason = why
+        for name in OF_MODULE:
+            vars(self)[name] = getattr(self.module, name)
+        if self.runner is not None:
+            self.runner.close()
+            params = self.runner.named_parameters
+            restack(self.runner.optimizer, {id(p): params[n] for n, p in self.stack.items()})
+            self.runner = None
+        tell = rank_zero_info if is_choice else rank_zero_warn
+        tell(f"{type(self.module).__name__} trains one client after another, not at once: {why}")
+
+    def end_fit(self) -> None:
+        """Forget the runner, and a reason that the next fit may not have."""
+        self.runner = None
+        if self.reason is not None and (why := why_alone(self.module)) is None:
+            self.reason = why
+            for name in OF_MODULE:
+                vars(self).pop(name, None)
+
+    def decide(self, batches: Sequence[Any], is_checked: bool, scale: float, steps: float) -> None:
+        """Decide before the first round whether clients are vectorized, and steps compiled.
+
+        Args:
+            batches: Batches of two clients.
+            is_checked: Whether to compare vectorized steps with the module's own.
+            scale: Size of a step of all clients, as a multiple of a step with one of the batches.
+            steps: Number of steps in the run.
+        """
+        runner = self.runner
+        assert runner is not None
+        is_alone, device = self._prefers_one(), self.device.type
+        if not runner.phases.is_aligned:
+            out_of_step = "clients change from phase to phase in different local steps"
+            self.train_one_by_one(out_of_step, is_choice=True)
+            return
+        check = VectorizedCheck(runner.tensors, self.stack, runner.optimizer, batches)
+        if is_checked and client_bytes(self.module, self.constants) > MAX_BYTES:
+            rank_zero_info(f"{type(self.module).__name__} is too large to check vectorized steps")
+        elif is_checked and (why := check.why_not()):
+            self.train_one_by_one(why)
+            return
+        runner.is_linear = check.is_linear
+        compiles = self.compiled
+        if compiles == "auto":
+            is_short = not compiling_pays(check.flops * scale, steps, device)
+            compiles = not is_short and (not is_alone or type(runner.optimizer) is torch.optim.SGD)
+        if compiles:
+            runner.vectorized.compile()
+        elif is_alone:
+            faster = "on a CPU, this is faster for networks with convolutions"
+            self.train_one_by_one(faster, is_choice=True)
+
+    def _prefers_one(self) -> bool:
+        """Return whether ``group_size="auto"`` chooses groups of one client."""
+        is_auto = self.group_size == "auto"
+        return is_auto and self.device.type == "cpu" and has_convolutions(self.module)
+
     # --- batches ----------------------------------------------------------------------------------
 
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
@@ -252,6 +309,10 @@ class VectorizedClients(LightningModule):
         """Create the module's optimizer and replace its parameters by the stacked ones."""
         self.constants, _ = split_tensors(self.module, self.exchange_frozen, self.local_patterns)
         made = self.module.configure_optimizers()
+        for optimizer in optimizers_in(made):
+            if why := why_not_elementwise(optimizer, self.keeps_optimizer):
+                self.train_one_by_one(why)
+                return made
         params = {n: p for n, p in self.module.named_parameters() if n not in self.constants}
         self.stack = {
             name: nn.Parameter(
@@ -262,8 +323,7 @@ class VectorizedClients(LightningModule):
         }
         stacked = {id(param): self.stack[name] for name, param in params.items()}
         for optimizer in optimizers_in(made):
-            remove(optimizer, self.constants.values())
-            restack(optimizer, stacked)
+            restack(optimizer, stacked, self.constants.values())
         return made
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -325,8 +385,6 @@ class VectorizedClients(LightningModule):
         for row in range(runner.count):
             with runner.client(row):
                 hook()
-            if row == 0 and name == "on_client_start" and runner.count > 1:
-                runner.checks.note_start(runner.starts_differ)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the clients' losses in one local step."""
@@ -336,9 +394,8 @@ class VectorizedClients(LightningModule):
         step = runner.step
         runner.vectorized.local.batch_idx = runner.steps_before + step
         # A vectorized module cannot hold on to its samples, so their memory can be reused.
-        samples = runner.batch.samples(step, may_reuse=runner.stacks.maps)
+        samples = runner.batch.samples(step, may_reuse=True)
         with attributes_set(runner, {"is_in_step": True}):
-            runner.checks.begin_step(samples, len(runner.sizes))
             total = runner.loss(samples)
         runner.evaluation += 1
         if step == len(runner.sizes) - 1 and runner.evaluation == runner.evaluations:
@@ -379,7 +436,7 @@ class VectorizedClients(LightningModule):
         runner.step = 0
 
     def _light_step(
-        self, runner: VmapRunner, optimizer: torch.optim.Optimizer | LightningOptimizer
+        self, runner: VectorizedRunner, optimizer: torch.optim.Optimizer | LightningOptimizer
     ) -> None:
         """Make a local step without Lightning's hooks, which cost as much as a small model."""
         trainer = self.trainer
@@ -449,22 +506,7 @@ def client_runner(
     constants, local = split_tensors(user, exchange_frozen, local_patterns)
     if not isinstance(module, VectorizedClients) or module.reason is not None:
         return SequentialRunner(user, buffers, optimizer, keep_optimizer, constants, local)
-    channels_last = module.channels_last
-    if channels_last == "auto":
-        channels_last = module.device.type == "cpu" and has_convolutions(module.module)
-    module.runner = VmapRunner(
-        module.module,
-        buffers,
-        optimizer,
-        keep_optimizer,
-        module.constants,
-        local,
-        params=module.stack,
-        fast_matmul=module.fast_matmul,
-        channels_last=channels_last,
-        rewrites=module.rewrite_graphs,
-        compile=module.compiled,
-        is_timed=module.group_size == "auto",
+    module.runner = VectorizedRunner(
+        user, buffers, optimizer, keep_optimizer, module.constants, local, module.stack
     )
-    module.runner.undo.callback(setattr, module, "runner", None)
     return module.runner

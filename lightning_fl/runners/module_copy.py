@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
@@ -13,6 +14,11 @@ from torch import Tensor, nn
 
 #: Types of attributes that a copy of a module shares with the original.
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+#: Hooks of a module that are called when its state is saved or loaded.
+HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 
 
 def copied_module(module: LightningModule, constants: Iterable[Tensor]) -> LightningModule:
@@ -26,8 +32,11 @@ def copied_module(module: LightningModule, constants: Iterable[Tensor]) -> Light
     attached, module._trainer = module._trainer, None
     for name in functions:
         del own[name]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in constants}
+    for part in module.modules():  # its hooks may hold anything, and a copy is not saved
+        memo |= {id(vars(part)[name]): OrderedDict() for name in HOOKS}
     try:
-        made = copy.deepcopy(module, {id(tensor): tensor for tensor in constants})
+        made = copy.deepcopy(module, memo)
     finally:
         own.update(functions)
         module._trainer = attached

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -170,6 +170,7 @@ class PhasedTraining:
         self.names, self.parameters = names, parameters
         self._trained = frozenset[str]().union(*names)
         self._ends = torch.zeros(1, len(names), dtype=torch.int64)
+        self._longest = self._ends[0].tolist()
 
     def __bool__(self) -> bool:
         """Return whether there are phases."""
@@ -182,6 +183,7 @@ class PhasedTraining:
             ends: Local steps at which their phases end, ``[k, phases]``.
         """
         self._ends = ends
+        self._longest = ends[ends[:, -1].argmax()].tolist() if self.names else []
 
     def is_trained(self, name: str) -> bool:
         """Return whether a phase trains a parameter."""
@@ -191,32 +193,16 @@ class PhasedTraining:
     def is_aligned(self) -> bool:
         """Whether clients that train in the same step are always in the same phase."""
         # A client that is done makes no step, so ends at its last step do not count.
-        last = self._ends[:, -1:]
-        longest = self._ends[self._ends[:, -1].argmax()]
-        return bool((self._ends == longest.minimum(last)).all())
+        longest = torch.tensor(self._longest)
+        return bool((self._ends == longest.minimum(self._ends[:, -1:])).all())
 
-    def held(self, step: int, active: Tensor | None = None) -> Mapping[str, Tensor | None]:
-        """Return the parameters that some clients do not train in a local step.
+    def held(self, step: int) -> list[str]:
+        """Return the parameters that the clients do not train in a local step.
 
         Args:
             step: Index of the local step.
-            active: Mask of the clients that still train, ``[k]``; None means all.
-
-        Returns:
-            By name, the mask of the clients that train the parameter, ``[k]``; None if no client
-            does.
         """
         if not self.names:
-            return {}
-        phases = (step >= self._ends).sum(1).clamp(max=len(self.names) - 1)
-        if active is not None and active.any():
-            phases = torch.where(active, phases, phases[active][0])
-        current = {phase: self.names[phase] for phase in phases.unique().tolist()}
-        held: dict[str, Tensor | None] = {}
-        for name in self.parameters:
-            trains = [phase for phase, names in current.items() if name in names]
-            if not trains:
-                held[name] = None
-            elif len(trains) < len(current):
-                held[name] = torch.isin(phases, torch.tensor(trains))
-        return held
+            return []
+        phase = min(sum(step >= end for end in self._longest), len(self.names) - 1)
+        return [name for name in self.parameters if name not in self.names[phase]]

@@ -30,22 +30,12 @@ class Padded(NamedTuple):
     sizes: Tensor
     is_full: bool = False
 
-    def client(self, row: int) -> Any:
-        """Return the batch of one client as in sequential training."""
-        size = int(self.sizes[row])
-        return tree_map(lambda t: t[row, :size], self.tensors)
-
     def counts(self) -> Tensor:
         """Return the number of samples of each client, ``[k]``."""
         return self.sizes
 
     def why_not_stacked(self) -> None:
         """Return None, since the samples are stacked already."""
-
-    def pair(self) -> Any:
-        """Return stacked batches of two clients, cut to the smaller size."""
-        size = int(self.sizes[:2].min())
-        return tree_map(lambda t: t[:2, :size], self.tensors)
 
     def groups(self) -> list[tuple[Tensor, Any]]:
         """Return groups of clients with the same number of samples; see :meth:`Collated.groups`."""
@@ -66,15 +56,6 @@ class Collated(NamedTuple):
     """
 
     batches: Sequence[Any]
-
-    def client(self, row: int) -> Any:
-        """Return the batch of one client as in sequential training."""
-        return self.batches[row]
-
-    def pair(self) -> Any:
-        """Return stacked batches of two clients, or one batch twice if all shapes differ."""
-        _, stacked = max(self.groups(), key=lambda group: len(group[0]))
-        return tree_map(lambda t: t[:2] if len(t) > 1 else t.expand(2, *t.shape[1:]), stacked)
 
     def counts(self) -> Tensor:
         """Return the batch size of each client as Lightning infers it, ``[k]``."""

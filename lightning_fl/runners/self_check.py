@@ -1,25 +1,43 @@
-"""The check of the first round: whether the first client changes the first step of the second."""
+"""The check of the first round, on deep copies of the module.
+
+:class:`OrderCheck` finds out whether the first client changes the first step of the second,
+:func:`why_not_vectorized` whether vectorized steps of two clients equal the module's own steps.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+from torchmetrics import Metric
 
-from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.hooks import attributes_set
+from lightning_fl.functional.randomness import rng_state, seeded_rng
+from lightning_fl.hooks import attributes_set, call_hook, properties_set
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
-from lightning_fl.runners.local_step import LocalStep
+from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
 from lightning_fl.runners.module_copy import copied_module
-from lightning_fl.runners.samples import copied
-from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, is_equal
+from lightning_fl.runners.optimizer import ELEMENTWISE, PROPORTIONAL, copied_onto, tensors_in
+from lightning_fl.runners.samples import Collated, copied
+from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, is_equal, is_floating
+from lightning_fl.types import FederationError, first_line
 
 #: Largest size of the parameters and buffers of a module that is copied, in bytes.
 MAX_BYTES = 2**26
+#: Data types that are replaced by float64 to compare steps.
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+#: Seed of the compared steps. A module is not likely to set the same one.
+SEED = 1_846_297_503
+#: Counts of a client, which a vectorized step must not read.
+COUNTS = ("global_step", "num_training_batches", "is_last_batch", "train_dataloader")
 
 
 class OrderCheck:
@@ -60,6 +78,8 @@ class OrderCheck:
 
     def begin_step(self, client: int, batch: Any) -> None:
         """Copy the module at the first step of the first client; compare at that of the second."""
+        if self.is_done:
+            return
         if self._first is None:
             self._first, self._before = client, self._copied()
         elif client != self._first:
@@ -74,7 +94,7 @@ class OrderCheck:
 
     def end_client(self) -> None:
         """Note the attributes of the module after the first client."""
-        if self._first is not None and not self._after:
+        if not self.is_done and self._first is not None and not self._after:
             self._after = [dict(vars(part)) for part in self.module.modules()]
 
     def _copied(self) -> LightningModule | None:
@@ -118,3 +138,257 @@ class OrderCheck:
         except Exception:  # the step itself will fail
             return []
         return [outcome.loss, *gradients.values()]
+
+
+# --- vectorized clients ---------------------------------------------------------------------------
+
+
+class _Result(NamedTuple):
+    """Hold the results of a step: of one client, or stacked.
+
+    Args:
+        outcome: Its outcome, without buffers.
+        grads: Gradients of the trained parameters.
+        ends: Parameters and buffers after the step.
+        starts: The same before the step.
+    """
+
+    outcome: Outcome
+    grads: Tensors
+    ends: Tensors
+    starts: Tensors
+
+
+class VectorizedCheck:
+    """Compare vectorized steps of two clients with the module's own steps, on deep copies.
+
+    All losses, logged values, gradients and tensors are compared, in float64 if the step supports
+    it. Both draw the same random numbers.
+
+    Args:
+        tensors: The tensors of the user's module.
+        stacks: The stacked parameters by name.
+        optimizer: Their optimizer.
+        batches: Batches of two clients.
+    """
+
+    def __init__(
+        self,
+        tensors: ModuleTensors,
+        stacks: dict[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        batches: Sequence[Any],
+    ) -> None:
+        self.tensors, self.module = tensors, tensors.module
+        self.stacks, self.optimizer = stacks, optimizer
+        self.batches = list(batches)
+        constants = sum(param.nbytes for param in tensors.constants.values())
+        #: Whether steps are compared in float64, in which frozen parameters are copied, too.
+        self._is_wide = constants <= MAX_BYTES
+        self.trained = [name for name, p in tensors.parameters.items() if p.requires_grad]
+        #: Floating-point operations of a client's step.
+        self.flops = 0.0
+        #: Whether a step of the optimizer is proportional to its learning rate.
+        self.is_linear = type(optimizer) in PROPORTIONAL
+
+    def why_not(self) -> str | None:
+        """Return the reason why the step cannot be vectorized, or None."""
+        if len(Collated(self.batches).groups()) > 1:  # of different shapes
+            self.batches[1] = self.batches[0]
+        try:
+            copies = self._copied(), self._copied(), self._copied()
+        except Exception as error:  # locks, threads, tensors of a graph raise different kinds
+            return f"it cannot be copied, to compare its steps ({first_line(error)})"
+        try:
+            return self._why_not(*copies)
+        except Exception as error:  # an operation without vmap rule, or a mistake of the user
+            return first_line(error)
+
+    def _copied(self) -> LightningModule:
+        return copied_module(self.module, () if self._is_wide else self.tensors.constants.values())
+
+    def _why_not(
+        self, first: LightningModule, second: LightningModule, mapped: LightningModule
+    ) -> str | None:
+        try:
+            own = [self._own(first, 0)]
+        except FederationError:
+            raise
+        except Exception:  # the step may not support double precision
+            self._is_wide, first, second, mapped = False, *(self._copied() for _ in range(3))
+            own = [self._own(first, 0)]
+        for metric, copied_one in zip(metrics_of(self.module), metrics_of(first), strict=False):
+            if metric._update_count != copied_one._update_count:
+                return f"training_step updates the metric {type(metric).__name__}"
+        own.append(self._own(second, 1))
+        after_other = self._own(first, 1)
+        if not is_equal(_numbers(own[1]), _numbers(after_other)):
+            return "training_step depends on what an earlier step has left in an attribute"
+        starts = [result.starts for result in own]
+        for start, result in zip(starts, own, strict=True):
+            for name in self.trained:
+                if not torch.equal(start[name], result.ends[name]):
+                    return f"training_step writes to the trained parameter {name}"
+        at_once = self._vectorized(mapped, starts)
+        for part in mapped.modules():
+            for name, value in vars(part).items():
+                if name[0] != "_" and any(map(is_functorch_wrapped_tensor, tensors_in(value))):
+                    return f"training_step stores tensors in the attribute {name}"
+        exactness = 1e-8 if self._is_wide else 1e-4
+        stacked = tree_map(lambda *t: torch.stack(t), *own)
+        pairs = zip(_numbers(stacked), _numbers(at_once), strict=True)
+        if not all(
+            torch.allclose(a, b, rtol=exactness, atol=exactness / 100, equal_nan=True)
+            for a, b in pairs
+        ):
+            return "its vectorized step gives different results"
+        return self._why_not_stepped([result.grads for result in own])
+
+    def _clients(self) -> list[Tensors]:
+        """Return tensors of two clients. They differ, to reveal clients that are mixed up."""
+        found = []
+        for row in range(2):
+            values = {n: self._wide(t.detach()) for n, t in self.tensors.by_name.items()}
+            for name in self.tensors.parameters if row else ():
+                if is_floating(values[name]):
+                    values[name] = values[name] * (1 + 2 ** -(6 if name in self.trained else 7))
+            found.append(values)
+        return found
+
+    def _wide(self, value: Any) -> Any:
+        is_narrow = isinstance(value, Tensor) and value.dtype in NARROW and self._is_wide
+        return value.double() if is_narrow else copied(value)
+
+    def _fixed(self, values: Tensors) -> Tensors:
+        if not self.tensors.wants_start:
+            return {}
+        return {name: values[name].clone() for name in self.tensors.parameters}
+
+    @contextmanager
+    def _conditions(self, module: LightningModule) -> Iterator[LocalStep]:
+        """Prepare a step of a copy: in double precision, without loggers, counts and optimizer."""
+        if self._is_wide:
+            module.double()
+        constants = dict(module.named_parameters())
+        constants = {name: constants[name] for name in self.tensors.constants}
+
+        def refuse(_: Any) -> Any:
+            raise FederationError(f"training_step reads {', '.join(COUNTS)} or its optimizer")
+
+        trainer: Any = self.module.trainer
+        refused = dict.fromkeys((*COUNTS, "optimizers"), refuse)
+        silent = attributes_set(trainer, {"_loggers": [DummyLogger()]})
+        module._current_fx_name = "training_step"
+        with (
+            properties_set(trainer, refused),
+            silent,
+            seeded_rng(SEED, self.module.device),
+            torch.enable_grad(),
+            trainer.precision_plugin.train_step_context(),
+        ):
+            yield LocalStep(module, constants, refuses_optimizer=True)
+
+    def _own(self, module: LightningModule, client: int) -> _Result:
+        """Make a client's own step."""
+        values, batch = self._clients()[client], tree_map(self._wide, self.batches[client])
+        with self._conditions(module) as step:
+            tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+            for name, value in values.items():
+                tensors[name].data.copy_(value)
+            call_hook(module, "on_client_start")  # which may freeze layers
+            self.trained = [name for name in self.tensors.parameters if tensors[name].requires_grad]
+            starts = self._read(module)
+            before = rng_state()
+            with FlopCounterMode(display=False) as counter:
+                outcome, grads = step.by_itself(self._fixed(values), batch)
+            self.flops = float(counter.get_total_flops())
+            after = rng_state()
+        if before["python"] != after["python"] or str(before["numpy"]) != str(after["numpy"]):
+            raise FederationError(
+                "training_step draws random numbers with Python or NumPy, which all clients would"
+                " share (draw them with torch)"
+            )
+        return _Result(outcome, self._of_trained(grads, starts), self._read(module), starts)
+
+    def _read(self, module: LightningModule) -> Tensors:
+        """Return a copy of the tensors of a copy of the module."""
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        return {name: tensors[name].detach().clone() for name in self.tensors.by_name}
+
+    def _vectorized(self, module: LightningModule, starts: list[Tensors]) -> _Result:
+        """Make the vectorized step of clients that start from some tensors."""
+        values = tree_map(lambda *t: torch.stack(t), *starts)
+        fixed = tree_map(lambda *t: torch.stack(t), *map(self._fixed, self._clients()))
+        params = {name: values[name].clone() for name in self.tensors.parameters}
+        own: dict[str, Any] = {
+            "params": {n: p.requires_grad_(n in self.trained) for n, p in params.items()},
+            "buffers": {name: values[name] for name in self.tensors.buffers},
+            "fixed": fixed,
+            "batch": tree_map(lambda *t: torch.stack([*map(self._wide, t)]), *self.batches),
+        }
+        with self._conditions(module) as step:
+            call_hook(module, "on_client_start")
+            how: dict[str, Any] = {"fixed_is_shared": False, "weight": None}
+            outcome = step.many(**own, **how, randomness="same")
+            step.many(**copied(own), **how)  # as in training, which random numbers may not support
+        grads = self._of_trained(gradients_of(outcome.loss.sum(), params), values)
+        ends = {n: p.detach() for n, p in params.items()} | outcome.buffers
+        return _Result(outcome._replace(buffers={}), grads, ends, values)
+
+    def _of_trained(self, grads: Tensors, values: Tensors) -> Tensors:
+        """Return the gradients of the trained parameters; 0 for those without one."""
+        return {name: grads.get(name, torch.zeros_like(values[name])) for name in self.trained}
+
+    def _why_not_stepped(self, grads: list[Tensors]) -> str | None:
+        """Return the reason why the optimizer cannot train stacked clients, or None.
+
+        A copy of it steps with the gradients of both clients, and copies with those of one client.
+        """
+        if type(self.optimizer) in ELEMENTWISE:
+            return None
+
+        def moves(rows: slice | int, rate: float, ratio: float = 1.0) -> list[Tensor]:
+            """Return the changes of the parameters after four steps, times a ratio each."""
+            starts = tree_map(lambda *t: torch.stack(t)[rows], *self._clients())
+            params = {id(p): nn.Parameter(starts[n].clone()) for n, p in self.stacks.items()}
+            optimizer = copied_onto(params, self.optimizer)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            for scale in (1.0, 1e3, 1e-3, 1.0):
+                for name in self.trained:
+                    gradient = torch.stack([each[name] for each in grads])[rows]
+                    params[id(self.stacks[name])].grad = scale * gradient
+                before = [param.detach().clone() for param in params.values()]
+                optimizer.step()
+                for param, old in zip(params.values(), before, strict=True):
+                    param.data = old + ratio * (param.detach() - old)
+            return [params[id(p)].detach() - starts[name] for name, p in self.stacks.items()]
+
+        both = moves(slice(0, 2), 0.1)
+        alone = zip(moves(0, 0.1), moves(1, 0.1), strict=True)
+        if not _are_close(both, [torch.stack(pair) for pair in alone]):
+            return f"the steps of {type(self.optimizer).__name__} mix the parameters of clients"
+        halves = (moves(slice(0, 2), 0.1, ratio=0.5), moves(slice(0, 2), 0.05))
+        self.is_linear = _are_close(*halves)
+        return None
+
+
+def metrics_of(module: nn.Module) -> Iterator[Metric]:
+    """Yield the metrics of a module, also those in attributes that are lists or dictionaries."""
+    for part in module.modules():
+        for value in tree_leaves(dict(vars(part))):
+            if isinstance(value, nn.Module):
+                yield from (each for each in value.modules() if isinstance(each, Metric))
+
+
+def _numbers(result: Any) -> list[Tensor]:
+    """Return the tensors of a result as numbers that can be compared."""
+    return [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _are_close(one: Sequence[Tensor], other: Sequence[Tensor], rtol: float = 1e-5) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=rtol, atol=rtol * float(a.abs().max()))
+        for a, b in zip(one, other, strict=True)
+        if is_floating(a) and a.numel()
+    )

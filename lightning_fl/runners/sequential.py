@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from lightning_fl.runners.base import ClientRunner
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import reported_loss
-from lightning_fl.runners.optimizer_state import OPTIMIZER_ROWS, Rows
-from lightning_fl.runners.optimizer_values import params_of
+from lightning_fl.runners.optimizer import OPTIMIZER_ROWS, Rows, params_of
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, to_cpu
 from lightning_fl.types import FederationError, ServerState
 
@@ -34,9 +33,9 @@ class SequentialRunner(ClientRunner):
         if not kept:
             return
         self.restore(kept)
-        self.optimizer_state.load(
-            {name: row for name, row in kept.items() if name.startswith(OPTIMIZER_ROWS)}
-        )
+        learned = {name: row for name, row in kept.items() if name.startswith(OPTIMIZER_ROWS)}
+        if learned:
+            self.optimizer_state.load(learned)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check what the optimizer trains, too; see :meth:`ClientRunner.check_optimizer`."""

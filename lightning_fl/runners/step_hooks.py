@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -63,27 +62,21 @@ def hooks_of(module: LightningModule) -> list[str]:
     return [name for name in _HOOKS if is_own(name)]
 
 
-def why_alone(module: LightningModule, hooks: Sequence[str]) -> str | None:
-    """Return the reason why a module cannot be vectorized regardless of its step, or None.
-
-    Args:
-        module: The module.
-        hooks: Names of its hooks, from :func:`hooks_of`.
-    """
+def why_alone(module: LightningModule) -> str | None:
+    """Return the reason why a module cannot be vectorized regardless of its step, or None."""
+    hooks = hooks_of(module)
     if own := [name for name in STEP_HOOKS if name in hooks]:
         return f"it overrides hooks that run per step or batch: {', '.join(sorted(own))}"
-    if any(isinstance(m, nn.Embedding) and m.max_norm for m in module.modules()):
-        return "an Embedding with max_norm changes its weights in the forward pass"
+    for part in module.modules():
+        if isinstance(part, nn.Embedding) and (part.max_norm or part.padding_idx is not None):
+            return "an Embedding with max_norm or padding_idx writes to its weights"
+        if part._backward_hooks or part._backward_pre_hooks:
+            return "its layers have hooks of the backward pass"
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters()):
         return "its parameters have hooks"
     if names := overlapping(module):
         return f"its tensors {names[0]} and {names[1]} share memory"
     return None
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Return whether a layer of a module has a hook that sees its gradients."""
-    return any(m._backward_hooks or m._backward_pre_hooks for m in module.modules())
 
 
 def changes_transfers(trainer: Trainer) -> bool:

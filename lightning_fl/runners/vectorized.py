@@ -1,31 +1,350 @@
-"""The local step of several clients: at once with ``vmap``, or one after another."""
+"""``VectorizedRunner``, which trains the clients of a group at once on stacked tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.runners.attributes import left_alone
-from lightning_fl.runners.graphs import Graphs, can_update, graphs_made, sgd_update
-from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
-from lightning_fl.runners.optimizer_values import rates_scaled
-from lightning_fl.runners.samples import Padded, Samples, copied
-from lightning_fl.runners.side_by_side import SideBySide
-from lightning_fl.runners.stacks import Stacks
-from lightning_fl.runners.tensors import beside, placed, scattered, select
-from lightning_fl.types import FederationError, first_line
+from lightning_fl.hooks import attributes_set
+from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
+from lightning_fl.runners.compiled import MOST_GRAPHS, Graphs, graph_of, shape_of, with_gradients
+from lightning_fl.runners.groups import knows_weights
+from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
+from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
+from lightning_fl.runners.logs import StepLogs
+from lightning_fl.runners.memory import keep_freed_memory
+from lightning_fl.runners.optimizer import PROPORTIONAL, Rows, fresh, params_of, step_hooks_of
+from lightning_fl.runners.samples import BatchSamples, Padded, Samples
+from lightning_fl.runners.tensors import (
+    GLOBAL_PARAMETERS,
+    ModuleTensors,
+    beside,
+    flatten,
+    placed,
+    scattered,
+    select,
+    to_cpu,
+    unflatten,
+)
+from lightning_fl.types import FederationError, ServerState
 
-#: Maximum number of batch shapes to compile.
-MOST_GRAPHS = 2
+
+class VectorizedRunner(ClientRunner):
+    """Train clients at once: every tensor of the user's module is stacked, ``[k, ...]``.
+
+    The loss is the sum over the clients and the optimizer is elementwise, so one optimizer step is
+    an independent step of every client.
+
+    Args:
+        module: The user's module.
+        buffers: How floating-point buffers are aggregated; see :class:`ClientRunner`.
+        optimizer: The optimizer of the stacked parameters.
+        keep_optimizer: Whether a client keeps its optimizer state between rounds.
+        constants: Frozen parameters that are not stacked, by name.
+        local: Names of the client-local tensors.
+        params: The stacked parameters, by name.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        buffers: BufferPolicy,
+        optimizer: torch.optim.Optimizer,
+        keep_optimizer: KeepOptimizer,
+        constants: Mapping[str, nn.Parameter],
+        local: Iterable[str],
+        params: dict[str, nn.Parameter],
+    ) -> None:
+        super().__init__(module, buffers, optimizer, keep_optimizer, constants, local)
+        #: Whether a step of the optimizer is proportional to its learning rate.
+        self.is_linear = type(optimizer) in PROPORTIONAL
+        self.stacks = Stacks(self.tensors, params)
+        self.vectorized = VectorizedStep(self.stacks, optimizer)
+        self.logs = StepLogs(self.vectorized.local)
+        if self.stacks.first.device.type == "cpu":
+            keep_freed_memory()
+        #: Number of samples, and whether the client still trains, per local step of the Lightning
+        #: batch and client, ``[steps, k]``.
+        self.sizes = self.active = torch.zeros(0, 1)
+        #: Whether the stacks hold clients in training, from their first hook to their last step.
+        self.is_loaded = False
+        #: Whether the module makes a local step.
+        self.is_in_step = False
+        #: The samples of the Lightning batch.
+        self.batch: BatchSamples | None = None
+        #: Number of closure evaluations per local step, and those done in the current step.
+        self.evaluations, self.evaluation = int(getattr(optimizer, "evaluations", 1)), 0
+        #: Whether one graph may compute gradients and update, since nothing runs between them.
+        self.may_update = True
+        #: Task losses in the batch's first local step, ``[k]``.
+        self.first_losses = torch.empty(0)
+        self._client_ratios: Tensor | None = None
+        #: Parameters before the optimizer step, if clients have different learning rates.
+        self._start: list[Tensor] = []
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check hooks, too; see :meth:`ClientRunner.check_optimizer`.
+
+        Raises:
+            FederationError: If a hook of the optimizer would see the stacked parameters, or if a
+                parameter or a layer got a hook, which vectorized steps do not call.
+        """
+        super().check_optimizer(optimizer)
+        name, remedy = type(self.module).__name__, "train the module without VectorizedClients"
+        for hook in step_hooks_of(optimizer):
+            if getattr(hook, "__self__", None) is not self:
+                raise FederationError(
+                    f"the optimizer of {name} has a step hook"
+                    f" ({getattr(hook, '__qualname__', hook)}). It would run once for the stacked"
+                    f" parameters of all clients instead of once per client: {remedy}"
+                )
+        hooked = [
+            f"the parameter {parameter}"
+            for parameter, tensor in self.named_parameters.items()
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+        ]
+        hooked += [
+            f"the layer {layer}"
+            for layer, part in self.module.named_modules()
+            if part._backward_hooks or part._backward_pre_hooks
+        ]
+        if hooked:
+            raise FederationError(
+                f"a hook was registered on {hooked[0]} of {name} after VectorizedClients(module),"
+                f" and vectorized steps do not call it: register it in the constructor of {name},"
+                f" or {remedy}"
+            )
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
+        """Start clients; see :meth:`ClientRunner.load`."""
+        self.adopt()
+        self.is_loaded = True
+        self.optimizer_state.reset()
+        known = {id(param) for param in self.stacks.params.values()}
+        if any(id(param) not in known for param in params_of(self.optimizer)):
+            raise FederationError(
+                "the optimizer has parameters that are not stacked: they were added after the start"
+                " of the fit or do not belong to the module. Train the module without"
+                " VectorizedClients"
+            )
+        self.count = len(rows)
+        self._set_rates(lr, state.vector)
+        is_shared = state.vector.stride(0) == 0 and not self.restored_first
+        self.stacks.load(self.count, self._starts(state), is_shared, self.optimizer)
+        self._load_rows(rows)
+        for name in self.restored_first if self.stacks.fixed else ():
+            self.stacks.fixed[name] = self.stacks.params[name].detach().clone()
+
+    def _set_rates(self, lr: Sequence[float], like: Tensor) -> None:
+        """Set the clients' learning rates: one for all, or one per client."""
+        ratios = self._ratios(lr)
+        self._ratio, self._client_ratios = ratios[0], None
+        if any(ratio != ratios[0] for ratio in ratios):
+            if not self.is_linear:
+                raise FederationError(
+                    "vectorized clients cannot have different learning rates with"
+                    f" {type(self.optimizer).__name__}, since its step is not proportional to the"
+                    " rate. Use one rate for all clients, or train the module without"
+                    " VectorizedClients"
+                )
+            self._ratio = 1.0
+            self._client_ratios = placed(torch.tensor(ratios, dtype=torch.float64), like)
+
+    def _starts(self, state: ServerState) -> Tensors:
+        """Return the initial parameters and buffers, ``[k, ...]``."""
+        names = [*self.shared, *self.shared_buffers]
+        pieces = dict(zip(names, state.vector.split(self.vector.sizes, dim=1), strict=True))
+        counters = state.counters.expand(self.count, -1).split(self.counters.sizes, dim=1)
+        pieces |= dict(zip(self.named_counters, counters, strict=True))
+        private = {n: first.expand(self.count, *first.shape) for n, first in self.private.items()}
+        like = self.tensors.by_name
+        return {name: unflatten(rows, like[name]) for name, rows in pieces.items()} | private
+
+    def _load_rows(self, rows: Sequence[Rows]) -> None:
+        """Restore the clients' local tensors; the optimizer state of a new client is fresh."""
+        stacks = self._stored_stacks()
+        for i, param in enumerate(params_of(self.optimizer)):
+            prefix = f"optimizer.{i}."
+            for key in sorted({key for kept in rows for key in kept if key.startswith(prefix)}):
+                name = key.removeprefix(prefix)
+                self.optimizer.state[param][name] = stacks[key] = fresh(self.optimizer, param, name)
+        for i, kept in enumerate(rows):
+            for key, row in kept.items():
+                stacks[key][i].copy_(row, non_blocking=True)
+
+    def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
+        """Set numbers of the module; see :meth:`ClientRunner.set_hyperparameters`."""
+        self.stacks.hyperparameters = self._placed(values)
+
+    def begin_batch(self, work: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Record the sizes of local steps; see :meth:`ClientRunner.begin_batch`."""
+        self.sizes, self.active = work()
+
+    def write(self, state: ServerState) -> None:
+        """Load a state into the module; no client is in training."""
+        super().write(state)
+        self.is_loaded = False
+
+    @torch.no_grad()
+    def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
+        """Return the client updates and counters; see :meth:`ClientRunner.collect`."""
+        self.is_loaded = False
+        stacks = self.stacks.by_name
+        floating = [flatten(stacks[name]) for name in (*self.shared, *self.shared_buffers)]
+        delta = self._moved(torch.cat(floating, dim=1).to(state.vector.dtype), state)
+        if self.buffers == "server" or not self.named_counters:
+            return delta, state.counters.expand(self.count, -1)
+        counters = torch.cat([flatten(stacks[name]) for name in self.named_counters], dim=1)
+        return delta, counters.to(self.counters.dtype)
+
+    def client_parameters(self) -> dict[str, Tensor]:
+        """Return the clients' parameters; see :meth:`ClientRunner.client_parameters`."""
+        return {name: self.stacks.params[name].detach() for name in self.shared}
+
+    def _trained_tensor(self, name: str) -> nn.Parameter:
+        return self.stacks.params[name]
+
+    def client(self, row: int) -> AbstractContextManager[None]:
+        """Put a client's tensors into the module; see :meth:`Stacks.client`."""
+        return self.stacks.client(row)
+
+    def reported(self, outputs: Any) -> Tensor:
+        """Return the clients' task losses; see :meth:`ClientRunner.reported`."""
+        return self.first_losses
+
+    def of_client(self, values: Tensor) -> Tensor | None:
+        """Return None outside of a step; see :meth:`ClientRunner.of_client`.
+
+        Raises:
+            FederationError: In a step, which is that of several clients.
+        """
+        if self.is_in_step:
+            raise FederationError(
+                "training_step reads global_step, trainer.num_training_batches, is_last_batch or"
+                " the length of the training loader, which are those of one client. To vectorize"
+                " it, use batch_idx or current_epoch, or pass the number to the constructor"
+            )
+        return None
+
+    def rows(self) -> list[dict[str, Tensor]]:
+        """Return the local tensors of each client, by name."""
+        kept = self._stored_stacks()
+        kept = to_cpu({**kept, **self._optimizer_rows()})
+        return [{key: stack[i] for key, stack in kept.items()} for i in range(self.count)]
+
+    def _stored_stacks(self) -> Tensors:
+        """Return the stacks of the tensors that are stored for each client."""
+        stacks = self.stacks.by_name
+        return {self.row_name(name): stacks[name].detach() for name in self.stored}
+
+    # --- a local step -----------------------------------------------------------------------------
+
+    def loss(self, samples: Samples) -> Tensor:
+        """Make the forward pass of all clients in the next local step.
+
+        Args:
+            samples: The samples of each client.
+
+        Returns:
+            The sum of losses, for the backward pass.
+        """
+        active = self.active[self.step]
+        versions = [param._version for param in self.stacks.params.values()]
+        updates = self.may_update and self._client_ratios is None and not self.gradient_terms
+        total, outcome = self.vectorized.loss(samples, active, updates)
+        has_written = versions != [param._version for param in self.stacks.params.values()]
+        if self._client_ratios is not None and self.evaluations == 1 and has_written:
+            self._note_start()
+        if self.step == 0:
+            self.first_losses = outcome.task_loss
+        self.logs.note(outcome, samples, self.sizes[self.step], active)
+        return total
+
+    @torch.no_grad()
+    def before_step(self, active: Tensor) -> Tensors:
+        """Return the tensors that :meth:`after_step` restores for clients that are done."""
+        if self._client_ratios is not None:
+            self._note_start()
+        if active.all():
+            return {}
+        return {name: tensor.clone() for name, tensor in self._stepped().items()}
+
+    @torch.no_grad()
+    def _note_start(self) -> None:
+        """Record the parameters before the optimizer step, after writes of the module itself."""
+        self._start = [p.detach().clone() for p in self.stacks.params.values() if p.requires_grad]
+
+    @torch.no_grad()
+    def after_step(self, before: Tensors, active: Tensor) -> None:
+        r"""Apply each client's learning rate, and undo the step of clients that were done.
+
+        For an optimizer that is linear in its rate, a step at :math:`\eta_k` is
+        :math:`w + \frac{\eta_k}{\eta} (w' - w)`, where :math:`w'` is the step at :math:`\eta`.
+        """
+        if self._client_ratios is not None:
+            trained = [p.detach() for p in self.stacks.params.values() if p.requires_grad]
+            for now, start in zip(trained, self._start, strict=True):
+                now.copy_(start.lerp(now, beside(self._client_ratios, now).to(now.dtype)))
+        for name, now in self._stepped().items() if before else ():
+            old = before[name] if name in before else self._fresh(name)
+            now.copy_(torch.where(beside(active, now), now, old))
+
+    def _stepped(self) -> Tensors:
+        """Return the tensors that a step changes: parameters, and optimizer state if it is kept."""
+        params = {self.row_name(name): p.detach() for name, p in self.stacks.params.items()}
+        return {**params, **self._optimizer_rows()}
+
+    def _fresh(self, row_name: str) -> Tensor:
+        """Return the initial value of an optimizer state.
+
+        A phase may begin, and create the state of its parameters, after some clients are done.
+        """
+        _, index, key = row_name.split(".", 2)
+        return fresh(self.optimizer, params_of(self.optimizer)[int(index)], key)
+
+    def start_phases(self, ends: Tensor) -> None:
+        """Start the phases of the clients; see :meth:`ClientRunner.start_phases`.
+
+        Raises:
+            FederationError: If clients are in different phases in the same local step.
+        """
+        super().start_phases(ends)
+        if self.phases and not self.phases.is_aligned:
+            raise FederationError(
+                "vectorized clients change from phase to phase in different local steps: set"
+                " num_steps instead of local_epochs in the phases and in the policy, or train the"
+                " module without VectorizedClients"
+            )
+
+    @torch.no_grad()
+    def clip(self, value: float, algorithm: str) -> None:
+        """Clip gradients, each client's by its own norm as in ``clip_grad_norm_``.
+
+        Args:
+            value: The maximum value or norm.
+            algorithm: ``value`` or ``norm``.
+        """
+        grads = [param.grad for param in params_of(self.optimizer) if param.grad is not None]
+        if not grads:
+            return
+        if algorithm == "value":
+            torch._foreach_clamp_max_(grads, value)
+            torch._foreach_clamp_min_(grads, -value)
+            return
+        norms = torch.stack([flatten(grad).norm(dim=1) for grad in grads])
+        scale = (value / (norms.norm(dim=0) + 1e-6)).clamp(max=1)
+        for grad in grads:
+            grad.mul_(beside(scale, grad))
 
 
 class VectorizedStep:
@@ -34,53 +353,21 @@ class VectorizedStep:
     Args:
         stacks: The tensors of the clients.
         optimizer: The optimizer of the stacked parameters.
-        rewrites: Whether to rewrite compiled graphs for a CPU.
     """
 
-    def __init__(
-        self, stacks: Stacks, optimizer: torch.optim.Optimizer, rewrites: bool = True
-    ) -> None:
-        module = stacks.module
-        self.stacks, self.module, self.optimizer = stacks, module, optimizer
-        self.local = LocalStep(module, stacks.tensors.constants)
+    def __init__(self, stacks: Stacks, optimizer: torch.optim.Optimizer) -> None:
+        self.stacks, self.module, self.optimizer = stacks, stacks.module, optimizer
+        self.local = LocalStep(self.module, stacks.tensors.constants, refuses_optimizer=True)
         #: Whether smaller batches are padded with samples of weight 0.
-        self.weighted = getattr(module, "federated_knows_weights", False) and not any(
-            isinstance(m, _BatchNorm) for m in module.modules()
-        )
+        self.weighted = knows_weights(self.module)
         #: Compiled forms of the step, or None.
         self.graphs: Graphs | None = None
-        #: The compiled step of one client, for clients that train one after another, or None.
-        self.side_by_side: SideBySide | None = None
-        #: Ratios of the clients' learning rates to the optimizer's; empty if all rates are equal.
-        self.rate_ratios: Sequence[float] = ()
         #: Whether the last step has also updated the parameters.
         self.has_updated = False
-        #: Clients with a gradient, ``[k]``, of each parameter of which another client has none.
-        self.partial: Tensors = {}
-        #: Whether to compile for batch shapes, by :func:`shape_of`. If clients train at once, the
-        #: first has been checked by :func:`tune`.
-        self.shapes: dict[str, bool] = {}
-        self._gradients: Tensors = {}
-        self._rewrites = rewrites
-        self._has_warned = False
 
     def compile(self) -> None:
         """Compile forward and backward pass into one graph per batch shape."""
-        self.graphs = Graphs(self.local, self.optimizer, self._rewrites)
-
-    def compile_one(self) -> None:
-        """Compile the step of one client into one graph per batch shape; see `SideBySide`."""
-        self.side_by_side = SideBySide(self.local, self.stacks, self.optimizer, self._rewrites)
-
-    def discard_one(self) -> None:
-        """Return to the step of one client that is not compiled."""
-        self.close()
-        self.side_by_side = None
-
-    def close(self) -> None:
-        """End the threads of the compiled step of one client."""
-        if self.side_by_side is not None:
-            self.side_by_side.close()
+        self.graphs = Graphs(self.local, self.optimizer)
 
     def loss(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
         """Make the forward pass of all clients, and update the buffers of the active clients.
@@ -93,10 +380,15 @@ class VectorizedStep:
         Returns:
             The sum of losses, for the backward pass, and the outcome of the step.
         """
-        self.has_updated, self.partial = False, {}
-        if not self.stacks.maps or not self._can_stack(samples):
-            return self.one_by_one(samples, active, updates)
-        total, outcome = self.mapped(samples, active, updates)
+        self.has_updated = False
+        try:
+            total, outcome = self._losses(samples, active, updates)
+        except Exception as error:  # an operation without vmap rule, or a mistake of the user
+            error.add_note(
+                "If the step cannot be vectorized, resume from the last checkpoint without"
+                " VectorizedClients: --vectorize=null --ckpt_path=last"
+            )
+            raise
         for name, buffer in outcome.buffers.items():
             after = buffer.detach()
             if not active.all():
@@ -104,186 +396,27 @@ class VectorizedStep:
             self.stacks.buffers[name] = after
         return total, outcome
 
-    def _can_stack(self, samples: Samples) -> bool:
-        """Return whether batches can be stacked; warn once if they cannot."""
-        why = samples.why_not_stacked()
-        if why is not None and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                f"{type(self.module).__name__} trains its clients one after another in such steps,"
-                f" not at once: {why}"
-            )
-        return why is None
-
-    # --- one client after another -----------------------------------------------------------------
-
-    def one_by_one(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
-        """Make the clients' steps one after another, each with its backward pass.
-
-        Each step runs on the module itself, with the client's tensors in place. A client that is
-        done makes no step, since a module may count its steps. See :meth:`loss`.
-        """
-        if isinstance(samples, Padded) and self.stacks.channels_last:
-            samples = samples._replace(tensors=tree_map(self.stacks.laid_out, samples.tensors))
-        rows, outcomes, started = active.nonzero()[:, 0], list[Outcome](), list[int]()
-        trained: dict[str, list[int]] = {}
-        self.has_updated = updates and can_update(self.optimizer)
-        for row in rows.tolist():
-            batch = samples.client(row)
-            if self.has_updated and (begun := self._start(row, batch)) is not None:
-                started.append(len(outcomes))
-                outcomes.append(begun)
-                continue
-            with self.stacks.client(row), self._rate(row), torch.enable_grad():
-                outcome, grads = self.local.by_itself({}, batch)
-            if self.has_updated:
-                sgd_update(self.optimizer, self.stacks.params, row, grads)
-                grads = {}
-            for name, grad in grads.items():
-                self._gradient_memory(name)[row] = grad
-                trained.setdefault(name, []).append(row)
-            outcomes.append(tree_map(lambda t: t.detach(), outcome))
-        if self.side_by_side is not None:
-            self.side_by_side.wait()
-        for i in started:
-            outcomes[i] = self._finish(int(rows[i]), outcomes[i])
-        self._check_logs(outcomes)
-        known = {name: self._gradient_memory(name) for name in trained}
-        for name, clients in trained.items():
-            for other in set(range(self.stacks.count)).difference(clients):
-                known[name][other] = 0
-        self._note_partial(trained, len(rows))
-        stacked = tree_map(lambda *t: scattered(torch.stack(t), rows, self.stacks.count), *outcomes)
-        return _with_gradients(stacked.loss, self.stacks.params, known), stacked
-
-    def _rate(self, row: int) -> AbstractContextManager[None]:
-        """Return a context with the learning rate of a client, for a step that reads it."""
-        groups = self.optimizer.param_groups if self.rate_ratios else []
-        return rates_scaled(groups, self.rate_ratios[row] if groups else 1.0)
-
-    def _check_logs(self, outcomes: list[Outcome]) -> None:
-        """Refuse names that a step logs for some of the clients only."""
-        first, *others = (set(outcome.logs) for outcome in outcomes)
-        if some := first.union(*others) - first.intersection(*others):
-            raise FederationError(
-                f"{type(self.module).__name__}.training_step logs {sorted(some)} in the step of"
-                " some clients only, as their batches differ. Clients of a group must log the same"
-                " names in a step: log these in each step, or train the module without"
-                " VectorizedClients"
-            )
-
-    def _start(self, row: int, batch: Any) -> Outcome | None:
-        """Start the compiled step of a client; None if there is no graph for its batch."""
-        side = self.side_by_side
-        if side is None or not self._is_worth_one(side, row, batch):
-            return None
-        before = graphs_made()
-        try:
-            begun = side.start(row, batch)
-        except Exception as error:  # torch.compile and the compilers below it fail in many ways
-            side.wait()
-            self.discard_one()
-            rank_zero_info(f"The step of a client is not compiled: {first_line(error)}")
-            return None
-        if graphs_made() != before:
-            side.wait()  # the trial restores the tensors of all clients
-            self._uses_all(self.tried(row, batch))
-        return begun
-
-    def _finish(self, row: int, outcome: Outcome) -> Outcome:
-        """Keep the buffers of a compiled step for its client; return the rest of its outcome."""
-        for name, buffer in outcome.buffers.items():
-            self.stacks.buffers[name][row].copy_(buffer[0])
-        found: Outcome = tree_map(lambda t: t[0], outcome._replace(buffers={}))
-        return found
-
-    def _is_worth_one(self, side: SideBySide, row: int, batch: Any) -> bool:
-        """Return whether to compile a client's step for a batch's shape: only the first ones.
-
-        A graph returns zeros for a parameter without a gradient, so that a trial looks for them.
-        """
-        shape = shape_of(batch)
-        if shape not in self.shapes and len(self.shapes) < MOST_GRAPHS:
-            side.wait()  # the trial restores the tensors of all clients
-            unused = self.unused(self.tried(row, batch))
-            is_dense = all(
-                type(leaf) is Tensor and leaf.layout == torch.strided for leaf in tree_leaves(batch)
-            )
-            self.shapes[shape] = is_dense and not unused
-        return self.shapes.get(shape, False)
-
-    def tried(self, row: int, batch: Any) -> Tensors:
-        """Return the gradients of a client's step that is not compiled, which changes nothing.
-
-        Args:
-            row: The client.
-            batch: Its batch.
-        """
-        with self.undone(), self.stacks.client(row):
-            return self.local.by_itself({}, copied(batch))[1]
-
-    def tried_first(self, samples: Samples) -> Tensors:
-        """Return the gradients of the first client that makes a step; see :meth:`tried`."""
-        row = next(i for i in range(self.stacks.count) if samples.client(i) is not None)
-        return self.tried(row, samples.client(row))
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Undo what a step does to the module, its clients and the random numbers."""
-        with (
-            left_alone(self.module),
-            seeded_rng(0, self.module.device),
-            self.stacks.untouched(),
-            torch.enable_grad(),
-        ):
-            yield
-
-    def _note_partial(self, trained: Mapping[str, list[int]], count: int) -> None:
-        """Note the parameters with a gradient of only some of the clients.
-
-        Args:
-            trained: Clients with a gradient, by the name of the parameter.
-            count: Number of clients that make a step.
-        """
-        for name, clients in trained.items():
-            if len(clients) < count:
-                self.partial[name] = torch.zeros(self.stacks.count, dtype=torch.bool)
-                self.partial[name][clients] = True
-
-    def _gradient_memory(self, name: str) -> Tensor:
-        """Return memory for a gradient; it is reused, since allocating takes longer than a copy."""
-        param = self.stacks.params[name]
-        if name not in self._gradients or self._gradients[name].shape != param.shape:
-            self._gradients[name] = torch.empty_like(param)
-        return self._gradients[name]
-
-    # --- vectorized -------------------------------------------------------------------------------
-
-    def mapped(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
-        """Make the step of all clients at once, or one after another if that fails.
-
-        The first step was checked, but a later step may use operations that ``vmap`` does not
-        support.
-        """
-        versions = self.stacks.versions()
-        try:
-            if isinstance(samples, Padded) and samples.is_full:
-                return self._all(samples.tensors, None, updates)
-            # A graph would also update clients that are done.
-            whole = updates and bool(active.all())
-            if isinstance(samples, Padded) and self.weighted and len(samples.sizes.unique()) > 1:
-                return self._all(samples.tensors, self._weights(samples), whole)
-            return self._groups(samples.groups(), whole)
-        except Exception as error:
-            if versions != self.stacks.versions():
-                raise  # the step has already written to parameters
-            self.stacks.train_one_by_one()
-            result = self.one_by_one(samples, active, updates)
-            rank_zero_warn(
-                f"{type(self.module).__name__} is trained one client after another from here on,"
-                f" not at once: {first_line(error)}"
-            )
-            return result
+    def _losses(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
+        if why := samples.why_not_stacked():
+            raise FederationError(why)
+        if isinstance(samples, Padded) and samples.is_full:
+            return self._all(samples.tensors, None, updates)
+        # A graph would also update clients that are done.
+        updates = updates and bool(active.all())
+        if isinstance(samples, Padded) and self.weighted and len(samples.sizes.unique()) > 1:
+            return self._all(samples.tensors, self._weights(samples), updates)
+        groups = samples.groups()
+        if len(groups) == 1 and len(groups[0][0]) == self.stacks.count:
+            return self._all(groups[0][1], None, updates)
+        outcomes, used = zip(*(self._some(*group) for group in groups), strict=True)
+        for what, names in (("uses", used), ("logs", [{*outcome.logs} for outcome in outcomes])):
+            if some := names[0].union(*names) - names[0].intersection(*names):
+                raise FederationError(
+                    f"it {what} {min(some)} for some clients only, as their batches differ"
+                )
+        total = torch.stack([outcome.loss.sum() for outcome in outcomes]).sum()
+        at = torch.cat([rows for rows, _ in groups])
+        return total, tree_map(lambda *t: scattered(torch.cat(t), at, self.stacks.count), *outcomes)
 
     def _weights(self, samples: Padded) -> Tensor:
         """Return the weights of the samples in the mean of their client, ``[k, B]``; 0 of padding.
@@ -294,22 +427,7 @@ class VectorizedStep:
         weight = (torch.arange(most) < sizes).double() / sizes
         return placed(weight.to(self.stacks.first.dtype.to_real()), self.stacks.first)
 
-    def _groups(self, groups: list[tuple[Tensor, Any]], updates: bool) -> tuple[Tensor, Outcome]:
-        """Make the step of each group of clients with batches of the same shape."""
-        if len(groups) == 1 and len(groups[0][0]) == self.stacks.count:
-            return self._all(groups[0][1], None, updates)
-        outcomes, trained = [], dict[str, list[int]]()
-        for rows, batch in groups:
-            outcome, names = self._some(rows, batch)
-            outcomes.append(outcome)
-            for name in names:
-                trained.setdefault(name, []).extend(rows.tolist())
-        total = torch.stack([outcome.loss.sum() for outcome in outcomes]).sum()
-        at = torch.cat([rows for rows, _ in groups])
-        self._note_partial(trained, len(at))
-        return total, tree_map(lambda *t: scattered(torch.cat(t), at, self.stacks.count), *outcomes)
-
-    def _some(self, rows: Tensor, batch: Any) -> tuple[Outcome, list[str]]:
+    def _some(self, rows: Tensor, batch: Any) -> tuple[Outcome, set[str]]:
         """Make the step of some clients; their batches are ``[len(rows), ...]``.
 
         Returns:
@@ -318,148 +436,163 @@ class VectorizedStep:
         stacks = self.stacks
         own = stacks.arguments(partial(select, rows=rows))
         params: Tensors = own["params"]
-        outcome = self.local.many(**own, batch=batch, weight=None, at_once=True)
+        outcome = self.local.many(**own, batch=batch, weight=None)
         for name, param in stacks.params.items():  # the step may write, as an EMA teacher does
             if params[name]._version:
-                param.data.index_copy_(0, placed(rows, param), params[name].detach())
-        return outcome, used(outcome.loss, params)
+                with torch.no_grad():
+                    param.index_copy_(0, placed(rows, param), params[name].detach())
+        return outcome, graph_of(outcome.loss, params)
 
     def _all(self, batch: Any, weight: Tensor | None, updates: bool) -> tuple[Tensor, Outcome]:
         """Make the step of all clients; their batches are ``[k, ...]``."""
-        stacks = self.stacks
-        params: Tensors = dict(stacks.params)
-        tensors = (params, stacks.buffers, stacks.fixed, batch, weight)
-        how: dict[str, Any] = {"fixed_is_shared": stacks.fixed_is_shared, "at_once": True}
-        how["hyperparameters"] = stacks.hyperparameters
-        if self.graphs is not None and self._is_worth_a_graph(batch):
-            before = graphs_made()
-            try:
-                made = self._compiled(self.graphs, updates, *tensors, **how)
-            except Exception as error:  # torch.compile and the compilers below it fail in many ways
-                self.graphs = None
-                rank_zero_warn(
-                    f"the vectorized step is not compiled: {type(error).__name__}: {error}"
-                )
-            else:
-                if graphs_made() == before or self._uses_all(self._tried_at_once(batch, weight)):
-                    return made
-                self.shapes[shape_of(batch)] = False
-        outcome = self.local.many(*tensors, **how)
-        if self.graphs is not None and len(self.shapes) < MOST_GRAPHS:
-            # A graph returns zeros for a parameter without a gradient.
-            self.shapes[shape_of(batch)] = not self.unused(used(outcome.loss, params))
+        stacks, graphs, shape = self.stacks, self.graphs, shape_of(batch)
+        own = stacks.arguments(lambda t: t) | {"batch": batch, "weight": weight}
+        params: Tensors = own.pop("params")
+        if graphs is not None and graphs.shapes.get(shape):
+            updates = updates and graphs.can_update
+            if (made := graphs.step(shape, updates, params, own)) is not None:
+                grads, outcome = made
+                self.has_updated = updates
+                return with_gradients(outcome.loss, stacks.params, grads), outcome
+        outcome = self.local.many(params, **own)
+        if graphs is not None and shape not in graphs.shapes and len(graphs.shapes) < MOST_GRAPHS:
+            graphs.note(shape, graph_of(outcome.loss, params), params)
         return outcome.loss.sum(), outcome
 
-    def _tried_at_once(self, batch: Any, weight: Tensor | None) -> Tensors:
-        """Return the gradients of a step of all clients, which changes nothing."""
-        with self.undone():
-            own = self.stacks.arguments(lambda t: t)
-            outcome = self.local.many(**own, batch=copied(batch), weight=weight, at_once=True)
-            return gradients_of(outcome.loss.sum(), own["params"])
 
-    def unused(self, names: Collection[str]) -> list[str]:
-        """Return the trained parameters that are not among those that a step uses."""
-        params = self.stacks.params.items()
-        return [name for name, p in params if p.requires_grad and name not in names]
+class Stacks:
+    """Store the stacked parameters and buffers of the clients that train at once, ``[k, ...]``.
 
-    def _uses_all(self, names: Collection[str]) -> bool:
-        """Return whether a new graph uses all parameters that it may change.
-
-        A graph returns zeros for the others, with which momentum and weight decay would change
-        them. It is made anew if the step depends on a number that changes, such as the round.
-
-        Args:
-            names: The parameters that the step uses.
-
-        Raises:
-            FederationError: If the graph has already changed others.
-        """
-        unused = self.unused(names)
-        is_plain = type(self.optimizer) is torch.optim.SGD and not any(
-            group["momentum"] or group["weight_decay"] for group in self.optimizer.param_groups
-        )
-        if not unused or is_plain:
-            return True
-        if self.has_updated:
-            raise FederationError(
-                f"{type(self.module).__name__}.training_step does not use {unused[0]} in this"
-                " round, and the compiled step has changed it all the same, by momentum or weight"
-                " decay: train with VectorizedClients(compile=False)"
-            )
-        return False
-
-    def _compiled(
-        self, graphs: Graphs, updates: bool, *tensors: Any, **how: Any
-    ) -> tuple[Tensor, Outcome]:
-        """Make a compiled step, which yields gradients or also updates the parameters."""
-        grads: Tensors = {}
-        with torch.no_grad():
-            if updates and can_update(self.optimizer):
-                outcome = graphs.update(*tensors, **how)
-                self.has_updated = True
-            else:
-                grads, outcome = graphs.gradients(*tensors, **how)
-        return _with_gradients(outcome.loss, self.stacks.params, grads), outcome
-
-    def _is_worth_a_graph(self, batch: Any) -> bool:
-        """Return whether to compile for a batch's shape: only the first shapes are frequent.
-
-        A step with another shape than the first is made once without a graph, to see whether it
-        uses all parameters.
-        """
-        if not self.shapes:
-            self.shapes[shape_of(batch)] = True
-        return self.shapes.get(shape_of(batch), False)
-
-
-def shape_of(batch: Any) -> str:
-    """Return the shapes of a batch's tensors."""
-    return str([list(t.shape) if isinstance(t, Tensor) else type(t) for t in tree_leaves(batch)])
-
-
-def used(loss: Tensor, params: Tensors) -> list[str]:
-    """Return the names of the trained parameters in the graph of a loss, which is kept."""
-    nodes, waiting = set[Any](), [loss.grad_fn]
-    while waiting:
-        if (node := waiting.pop()) is not None and node not in nodes:
-            nodes.add(node)
-            waiting += [node for node, _ in node.next_functions]
-    return [
-        name
-        for name, param in params.items()
-        if param.requires_grad and torch.autograd.graph.get_gradient_edge(param).node in nodes
-    ]
-
-
-class _Known(torch.autograd.Function):
-    """Assign known gradients to parameters in the backward pass of a loss.
-
-    They bypass autograd, which would copy each of them.
+    Args:
+        tensors: The tensors of the user's module.
+        params: Stacked parameters by name, as in the optimizer. They are replaced when the number
+            of clients changes.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, loss: Tensor, params: list[nn.Parameter], grads: list[Tensor]
-    ) -> Tensor:
-        ctx.params, ctx.grads = params, grads
-        return loss.sum()
+    def __init__(self, tensors: ModuleTensors, params: dict[str, nn.Parameter]) -> None:
+        self.tensors, self.module, self.params = tensors, tensors.module, params
+        self._memory: Tensors = {}
+        self.buffers: Tensors = {}
+        #: Parameters that the clients started from, ``[k, ...]``, or ``[...]`` if they are equal
+        #: for all clients; empty if the module does not ask for them.
+        self.fixed: Tensors = {}
+        self.fixed_is_shared = True
+        #: Numbers of the module that the policy has set, by name, ``[k]``.
+        self.hyperparameters: Tensors = {}
+        #: Number of clients.
+        self.count = 1
 
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[None, ...]:
-        scale, grads = outer[0], ctx.grads
-        # Reading the scale would wait for a GPU, so there gradients are multiplied even by 1.
-        if grads and (scale.device.type != "cpu" or scale != 1):
-            grads = torch._foreach_mul(grads, scale)
-        for param, grad in zip(ctx.params, grads, strict=True):
-            param.grad = grad if param.grad is None else param.grad + grad
-        return (None,) * 4
+    @property
+    def first(self) -> nn.Parameter:
+        """The first stacked parameter, for its device and dtype."""
+        return next(iter(self.params.values()))
 
+    @property
+    def by_name(self) -> Tensors:
+        """Stacked parameters and buffers, by name."""
+        return {**self.params, **self.buffers}
 
-def _with_gradients(
-    loss: Tensor, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]
-) -> Tensor:
-    """Return the sum of losses; its backward pass yields the given gradients."""
-    anchor = next(param for param in params.values() if param.requires_grad)
-    wanted = [params[name] for name in grads]
-    total: Tensor = _Known.apply(anchor, loss, wanted, list(grads.values()))
-    return total
+    def _resize(self, count: int, optimizer: torch.optim.Optimizer) -> None:
+        """Make stacks for a number of clients, in the memory of earlier ones if they fit.
+
+        A CUDA graph is launched for tensors at the same addresses only.
+        """
+        self.count = count
+        resized: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, param in self.params.items():
+            if len(param) == count:
+                continue
+            memory = self._memory.get(name)
+            if memory is None or len(memory) < count:
+                memory = self._memory[name] = param.new_empty(count, *param.shape[1:])
+            stack = nn.Parameter(memory[:count], requires_grad=param.requires_grad)
+            resized[id(param)] = name, stack
+        self.params.update(resized.values())
+        for group in optimizer.param_groups if resized else []:
+            group["params"] = [
+                resized[id(p)][1] if id(p) in resized else p for p in group["params"]
+            ]
+
+    def load(
+        self,
+        count: int,
+        starts: Mapping[str, Tensor],
+        is_shared: bool,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Copy the values that the clients start from into the stacks.
+
+        Args:
+            count: Number of clients.
+            starts: Parameters and buffers by name, ``[k, ...]``.
+            is_shared: Whether all clients start from the same parameters.
+            optimizer: The optimizer; it gets the new stacks if the number of clients has changed.
+        """
+        self._resize(count, optimizer)
+        for name, param in self.params.items():
+            param.copy_(starts[name])
+            param.grad = None
+        self.follow_module()
+        self.buffers = {
+            name: starts[name].clone(memory_format=torch.contiguous_format)
+            for name in self.tensors.buffers
+        }
+        self.fixed_is_shared = is_shared
+        if self.tensors.wants_start:
+            self.fixed = {
+                name: (param.detach()[0] if is_shared else param.detach()).clone()
+                for name, param in self.params.items()
+            }
+
+    def follow_module(self) -> None:
+        """Train the parameters that the module trains, which hooks may change."""
+        for name, param in self.params.items():
+            param.requires_grad_(self.tensors.parameters[name].requires_grad)
+
+    def arguments(self, pick: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return the arguments of :meth:`LocalStep.many` for some clients, without their samples.
+
+        Args:
+            pick: Function that returns the rows of these clients from a stack.
+        """
+        fixed = self.fixed if self.fixed_is_shared else tree_map(pick, self.fixed)
+        return {
+            "params": tree_map(pick, self.params),
+            "buffers": tree_map(pick, self.buffers),
+            "fixed": fixed,
+            "fixed_is_shared": self.fixed_is_shared,
+            "hyperparameters": tree_map(pick, self.hyperparameters),
+        }
+
+    @contextmanager
+    def client(self, row: int) -> Iterator[None]:
+        """Put a client's tensors into the module within a ``with`` block.
+
+        The tensors are views of the stacks, so that in-place writes of the module arrive there.
+        Tensors that it replaces, by ``data`` or as a buffer, are copied back.
+        """
+        start: dict[str, dict[str, Any]] = {}
+        if self.tensors.wants_start:
+            fixed = self.fixed
+            if not self.fixed_is_shared:
+                fixed = {name: values[row] for name, values in fixed.items()}
+            start[GLOBAL_PARAMETERS] = fixed | self.tensors.constants
+        if self.hyperparameters:
+            own = {name: values[row] for name, values in self.hyperparameters.items()}
+            start[HYPERPARAMETERS] = vars(self.module)[HYPERPARAMETERS] | own
+        values = {name: stack.detach()[row] for name, stack in self.by_name.items()}
+        tensors = self.tensors.by_name
+        before = {name: tensor.data for name, tensor in tensors.items()}
+        with attributes_set(self.module, start):
+            try:
+                for name, tensor in tensors.items():
+                    tensor.data = values[name]
+                yield
+            finally:
+                try:
+                    self.tensors.adopt()
+                finally:  # also if it refuses a buffer
+                    for name, tensor in tensors.items():
+                        if tensor.data_ptr() != values[name].data_ptr():
+                            values[name].data.copy_(tensor.data)
+                        tensor.data = before[name]

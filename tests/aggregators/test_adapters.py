@@ -221,6 +221,8 @@ def test_modules_that_do_not_fit_are_refused(run, make, words):
 @pytest.mark.parametrize("wrap", [lambda m: m, vectorized])
 def test_training_beyond_the_rank_is_refused(run, wrap):
     class Noisy(torch.optim.SGD):
+        federated_elementwise = True
+
         @torch.no_grad()
         def step(self, closure=None):
             loss = super().step(closure)

@@ -16,7 +16,7 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.federation.checks import REFUSED
 from lightning_fl.types import FederationError
 
-DOCS = Path(__file__).parents[2] / "docs" / "good_to_know.md"
+DOCS = Path(__file__).parents[2] / "docs" / "concepts" / "steps.md"
 #: How to make those that are refused.
 OPTIONS = {
     "GradientAccumulationScheduler": {"scheduling": {0: 2}},

@@ -7,7 +7,6 @@ import torch
 import lightning_fl.functional.summation as summation
 from lightning_fl.functional.summation import (
     add_rows,
-    compiled_sums,
     empty_sum,
     merged_sums,
     sum_value,
@@ -145,66 +144,6 @@ def test_its_memory_does_not_grow():
     total = empty_sum((10,))
     add_rows(total, torch.ones(100, 10))
     assert total.shape == (summation.BINS + 1, 10)
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """Sums use compiled code at once."""
-    monkeypatch.setattr(summation, "_fused", summation._Fused())
-    for limit in ("LARGE", "MANY"):
-        monkeypatch.setattr(summation, limit, 0)
-
-
-@pytest.mark.parametrize("width", [7, 2**17])
-def test_compiled_sums_are_the_same_bit_for_bit(fused, monkeypatch, width):
-    """Also for infinities, NaN and subnormals, and with one graph for every number of rows."""
-    monkeypatch.setattr(summation, "FUSED_WIDTH", width)
-    rows = addends(31)
-    rows[0, :4] = torch.tensor([torch.inf, torch.nan, 5e-324, -1.7e308], dtype=torch.float64)
-    weights = torch.arange(1, 32)
-    expected = total_of(rows, weights)
-    made, compile = [], torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda *args, **options: made.append(1) or compile(*args, **options)
-    )
-    few, add_in_cache = rows.shape[1] // 8, summation._add_in_cache
-    monkeypatch.setattr(
-        summation,
-        "_add_in_cache",
-        lambda total, *args: add_in_cache(total, *args) if total.shape[1] < few else None,
-    )
-    with compiled_sums():
-        at_once, in_parts = total_of(rows, weights), empty_sum((rows.shape[1],))
-        for part in (slice(20, 31), slice(0, 20)):  # the second shifts bins of the first
-            add_rows(in_parts, rows[part], weights[part])
-    assert torch.equal(at_once.nan_to_num(7), expected.nan_to_num(7))
-    assert torch.equal(sum_value(in_parts).nan_to_num(7), sum_value(expected).nan_to_num(7))
-    assert made == [1]
-
-
-def test_sums_that_cannot_be_compiled_are_computed_without(fused, monkeypatch):
-    def broken(*args):
-        raise RuntimeError("no compiler here")
-
-    rows = addends()
-    expected = total_of(rows)
-    monkeypatch.setattr(summation._fused, "graph", broken)
-    with compiled_sums(), pytest.warns(RuntimeWarning, match="no compiler here") as warned:
-        found = [total_of(rows) for _ in range(2)]
-    assert len(warned) == 1
-    assert all(torch.equal(each, expected) for each in found)
-
-
-@pytest.mark.parametrize(
-    ("permitted", "large", "many"), [(True, 1000, 0), (True, 0, 2 * 24 * 40), (False, 0, 0)]
-)
-def test_small_few_and_forbidden_sums_are_not_compiled(fused, monkeypatch, permitted, large, many):
-    monkeypatch.setattr(summation._fused, "graph", None)
-    monkeypatch.setattr(summation, "LARGE", large)
-    monkeypatch.setattr(summation, "MANY", many)
-    with compiled_sums(permitted):
-        for _ in range(2):
-            total_of(addends())
 
 
 def test_a_sum_of_zero_keeps_the_window_of_its_addends():

@@ -140,7 +140,7 @@ def run(trainer):
 def test_vectorized_clients_get_the_same(run, rule):
     plain, _ = run(rule())
     stacked, loop = run(rule(), lambda m: VectorizedClients(m, 3, compile=False))
-    assert type(loop.runner).__name__ == "VmapRunner"
+    assert type(loop.runner).__name__ == "VectorizedRunner"
     for (name, p), q in zip(plain.named_parameters(), stacked.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=0, atol=1e-12, msg=name)
 

@@ -153,7 +153,7 @@ def trained(fit):
     def run(module, user, data):
         loop = FederatedLoop(policy=Schedule(num_steps=3), csv_name=None, seed=1)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*is trained one client after another")
+            warnings.filterwarnings("ignore", ".*trains one client after another")
             fit(module, loop, data, rounds=2)
         return torch.nn.utils.parameters_to_vector(user.parameters()).detach()
 

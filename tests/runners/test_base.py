@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_fl.runners import TensorList, VectorizedClients, client_runner
-from lightning_fl.runners.vmap import VmapRunner
+from lightning_fl.runners.vectorized import VectorizedRunner
 from lightning_fl.types import FederationError, ServerState
 
 
@@ -46,12 +46,12 @@ def load(runner, lr=0.1, rows=None):
 
 
 def parameters(runner):
-    return runner.stacks.params if isinstance(runner, VmapRunner) else runner.named_parameters
+    return runner.stacks.params if isinstance(runner, VectorizedRunner) else runner.named_parameters
 
 
 def buffers(runner):
     """The client's buffers, to be changed in place."""
-    if isinstance(runner, VmapRunner):
+    if isinstance(runner, VectorizedRunner):
         return {name: buffer[0] for name, buffer in runner.stacks.buffers.items()}
     return runner.named_buffers
 
@@ -59,7 +59,7 @@ def buffers(runner):
 def step(runner, gradient=1.0):
     for parameter in parameters(runner).values():
         parameter.grad = torch.full_like(parameter, gradient)
-    if isinstance(runner, VmapRunner):
+    if isinstance(runner, VectorizedRunner):
         active = torch.ones(runner.count, dtype=torch.bool)
         before = runner.before_step(active)
         runner.optimizer.step()

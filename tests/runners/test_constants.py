@@ -263,7 +263,8 @@ def test_a_module_that_writes_to_them_is_refused(tuned, step):
     assert any(f"In round {places[step]}" in note for note in info.value.__notes__)
 
 
-@pytest.mark.filterwarnings("ignore:Tuned is trained one client after another")
+@pytest.mark.filterwarnings("ignore:Tuned trains one client after another")
+@pytest.mark.filterwarnings("ignore:Tuned trains one client after another")
 def test_vectorized_clients_that_write_to_them_are_refused(tuned):
     with pytest.raises(FederationError, match=r"backbone\.0\.weight .* but it was changed"):
         tuned(WRAPS["vectorized"], False, Tuned(change=drift))

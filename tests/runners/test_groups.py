@@ -35,7 +35,7 @@ def test_auto_takes_as_many_clients_as_the_cache_holds(tiny):
 
     assert group_size(2**19, nn.Linear(2, 2)) == 63
     assert group_size(2**10, nn.Linear(2**10, 2**10)) == 10
-    assert group_size(2**19, nn.Conv2d(2, 2, 3)) == 10
+    assert group_size(2**19, nn.Conv2d(2, 2, 3)) == 1
 
 
 @pytest.mark.parametrize(

@@ -105,14 +105,12 @@ def as_it_is(module, tensors):
 CASES = [(f, w) for f in (None, "shared", "own") for w in (False, True)]
 
 
-@pytest.mark.parametrize(("k", "at_once"), [(1, False), (1, True), (3, True)])
+@pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize(("fixed", "weight"), CASES)
-def test_the_step_of_many_is_the_step_of_each(module, k, fixed, weight, at_once):
+def test_the_step_of_many_is_the_step_of_each(module, k, fixed, weight):
     tensors = given(module, k, fixed=fixed, weight=weight)
     leaves = {n: p.clone().requires_grad_() for n, p in tensors[0].items()}
-    found = LocalStep(module).many(
-        leaves, *tensors[1:], fixed_is_shared=fixed != "own", at_once=at_once
-    )
+    found = LocalStep(module).many(leaves, *tensors[1:], fixed_is_shared=fixed != "own")
     found.loss.sum().backward()
     assert found.loss.shape == (k,)
     for row in range(k):
@@ -129,19 +127,19 @@ def test_the_step_of_many_is_the_step_of_each(module, k, fixed, weight, at_once)
     assert found.logs["two"][0].tolist() == [2.0] * k
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("error", [False, True])
-def test_nothing_of_it_stays(module, at_once, error):
-    tensors = given(module, k=3 if at_once else 1, fixed="own", weight=True)
+def test_nothing_of_it_stays(module, k, error):
+    tensors = given(module, k=k, fixed="own", weight=True)
     step, state = LocalStep(module), copy.deepcopy(module.state_dict())
     before = [{n: t.clone() for n, t in part.items()} for part in tensors[:3]]
     attributes, parameters = dict(vars(module)), dict(module.named_parameters())
     if error:
         tensors[3]["y"] = tensors[3]["y"].float()
         with pytest.raises(RuntimeError):
-            step.many(*tensors, fixed_is_shared=False, at_once=at_once)
+            step.many(*tensors, fixed_is_shared=False)
     else:
-        step.many(*tensors, fixed_is_shared=False, at_once=at_once)
+        step.many(*tensors, fixed_is_shared=False)
     assert all(torch.equal(module.state_dict()[name], state[name]) for name in state)
     assert vars(module).keys() == attributes.keys()
     assert module.federated_global_parameters == {}
@@ -166,12 +164,12 @@ def test_a_module_without_such_attributes_does_not_get_them(module):
     plain = Plain().double()
     params, _, _, batch, _ = given(module)
     params = {n: torch.stack([p.detach()] * 3) for n, p in plain.named_parameters()}
-    found = LocalStep(plain).many(params, {}, {}, batch, None, fixed_is_shared=True, at_once=True)
+    found = LocalStep(plain).many(params, {}, {}, batch, None, fixed_is_shared=True)
     assert found.recorded == found.logs == found.buffers == {}
     assert found.loss.shape == (3,)
 
 
 def test_options_of_what_is_logged_are_kept(module):
     step = LocalStep(module)
-    step.many(*given(module), fixed_is_shared=True, at_once=True)
+    step.many(*given(module), fixed_is_shared=True)
     assert step.log_options == {"loss": {"on_epoch": True}, "two": {}}

@@ -341,10 +341,43 @@ def test_what_the_trainer_knows_is_known_in_a_step(agree, tiny):
     class Asks(tiny.kind):
         def training_step(self, batch, batch_idx):
             assert self.device.type == "cpu"
-            assert self.trainer.optimizers[0] is self.optimizers().optimizer
             return super().training_step(batch, batch_idx) * (1 + self.current_epoch)
 
     agree(lambda: tiny(Asks))
+
+
+READS = {
+    "optimizers": lambda m: m.optimizers().param_groups[0]["lr"],
+    "trainer.optimizers": lambda m: m.trainer.optimizers[0].param_groups[0]["lr"],
+    "global_step": lambda m: 1 + 1 / (1 + m.global_step),
+    "num_training_batches": lambda m: m.trainer.num_training_batches,
+    "is_last_batch": lambda m: 1 + m.trainer.is_last_batch,
+}
+
+
+@pytest.fixture
+def reads(tiny):
+    def make(name, since=0):
+        class Reads(tiny.kind):
+            def training_step(self, batch, batch_idx):
+                loss = super().training_step(batch, batch_idx)
+                return loss * READS[name](self) if self.current_epoch >= since else loss
+
+        return tiny(Reads)
+
+    return make
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_step_that_reads_what_clients_share_is_not_vectorized(agree, reads, name):
+    with pytest.warns(UserWarning, match="one client after another, not at once: .* reads|uses"):
+        agree(lambda: reads(name))
+
+
+@pytest.mark.parametrize("name", ["optimizers", "global_step", "num_training_batches"])
+def test_a_later_step_that_reads_what_clients_share_ends_the_run(train, reads, name):
+    with pytest.raises(FederationError, match="--ckpt_path=last"):
+        train(reads(name, since=1), 3)
 
 
 class Short:
@@ -793,29 +826,6 @@ def test_only_a_module_of_lightning_is_vectorized(tiny):
         VectorizedClients(VectorizedClients(tiny()))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "words"),
-    [
-        (functools.partial(torch.optim.LBFGS, lr=0.1), "LBFGS cannot train vectorized clients"),
-        (
-            functools.partial(torch.optim.Adafactor, lr=0.1),
-            r"Adafactor cannot train .*\(by norms of .*\)",
-        ),
-    ],
-)
-def test_an_optimiser_that_looks_at_several_clients_is_refused(train, tiny, optimizer, words):
-    with pytest.raises(FederationError, match=f"{words}.* train the module without"):
-        train(tiny(optimizer=optimizer), 3)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "what"), [(adam, "step"), (OPTIMIZERS["dampened"], "the first step")]
-)
-def test_state_that_clients_share_cannot_be_kept(train, tiny, optimizer, what):
-    with pytest.raises(FederationError, match=f"keep. does not support .* clients share {what}"):
-        train(tiny(optimizer=optimizer), 3, federation={"optimizer_state": "keep"})
-
-
 def test_manual_optimisation_is_refused(train, tiny):
     module = tiny()
     module.automatic_optimization = False
@@ -1031,7 +1041,8 @@ def test_client_hooks_of_terms_run_for_each_client_only_if_one_uses_them(fit, da
     kind = Module if uses == "subclass" else ClientModule
     term = Marks(0.1) if uses == "term" else Proximal(0.1)
     module = kind(torch.nn.Linear(6, 3), [term], optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    loop = FederatedLoop(policy=Schedule(num_steps=2), buffers="average", seed=1)
+    options = {"policy": Schedule(num_steps=2), "buffers": "average", "seed": 1}
+    loop = FederatedLoop(**options, check=False)  # which calls hooks of copies
     fit(Watched(module.double(), group_size=4, compile=False), loop, data(num_clients=4), rounds=1)
     assert len(calls) == (0 if uses is None else 4)
     assert made == ([] if uses is None else list(range(4)))

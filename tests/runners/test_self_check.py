@@ -17,7 +17,6 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import self_check
-from lightning_fl.types import FederationError
 
 
 class Helper:
@@ -97,11 +96,14 @@ def test_what_a_client_leaves_to_the_next_is_warned_of(train, stateful, name, le
         train(stateful(CARRIED[name]), rounds=2, federation={"lean_steps": lean_steps})
 
 
-@pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("name", CARRIED)
-def test_vectorized_clients_refuse_it(train, stateful, name, group_size):
-    with pytest.raises(FederationError, match=rf"an earlier step has set \(.*{name}"):
-        train(stateful(CARRIED[name]), group_size)
+def test_with_it_clients_are_not_vectorized(train, stateful, flat, name):
+    plain, module = stateful(CARRIED[name]), stateful(CARRIED[name])
+    with warns():
+        train(plain)
+    with pytest.warns(UserWarning, match="one client after another, not at once"), warns():
+        train(module, 3)
+    assert torch.equal(flat(plain), flat(module))
 
 
 @pytest.mark.parametrize("name", ALLOWED)
@@ -114,51 +116,9 @@ def late(factor):
     return lambda m: factor(m) if m.current_epoch else 1
 
 
-@pytest.mark.parametrize("name", CARRIED)
-def test_what_begins_in_a_later_round_is_refused_by_vectorized_clients(train, stateful, name):
-    with pytest.raises(FederationError, match=rf"an earlier step has set \(.*{name}"):
-        train(stateful(late(CARRIED[name])), 1, rounds=2)
-
-
 @pytest.mark.parametrize("name", ALLOWED)
-@pytest.mark.parametrize("group_size", [None, 1])
-def test_what_begins_in_a_later_round_may_be_harmless(train, stateful, name, group_size):
-    train(stateful(late(ALLOWED[name])), group_size, rounds=2)
-
-
-@pytest.mark.parametrize("group_size", [None, 1, 3])
-@pytest.mark.filterwarnings("ignore:Stateful is trained one client after another")
-def test_a_module_that_fails_in_a_later_round_fails_there(train, stateful, group_size):
-    seen = set()
-
-    def factor(m):
-        seen.add(m.current_epoch)
-        if m.current_epoch == 2:
-            raise KeyboardInterrupt
-        return 1
-
-    with pytest.raises(SystemExit):
-        train(stateful(factor), group_size, rounds=4)
-    assert seen == {0, 1, 2}
-
-
-class Switched:
-    """Begins with something by an attribute that a hook sets."""
-
-    is_warm = False
-
-    def on_train_epoch_start(self):
-        self.is_warm = self.current_epoch == 2
-
-
-@pytest.mark.parametrize("name", ["steps", "history", "center"])
-def test_what_begins_by_an_attribute_is_named_in_that_round(train, stateful, name):
-    def factor(m):
-        return CARRIED[name](m) if m.is_warm else 1
-
-    train(stateful(factor, Switched), rounds=2)
-    with pytest.raises(FederationError, match=rf"In round 3|an earlier step has set \(.*{name}"):
-        train(stateful(factor, Switched), 1, rounds=3)
+def test_what_begins_in_a_later_round_may_be_harmless(train, stateful, name):
+    train(stateful(late(ALLOWED[name])), rounds=2)
 
 
 def test_what_is_set_for_each_client_may_begin_in_a_later_round(train, stateful):
@@ -169,15 +129,13 @@ def test_what_is_set_for_each_client_may_begin_in_a_later_round(train, stateful)
     train(stateful(late(CARRIED["steps"]), Starts), rounds=2)
 
 
-@pytest.mark.parametrize("group_size", [None, 1])
-def test_what_shows_only_between_clients_with_other_parameters(train, stateful, group_size):
+def test_what_shows_only_between_clients_with_other_parameters(train, stateful):
     def factor(m):
         before, m.late = getattr(m, "late", m.loss), m.loss
         return before / m.loss
 
-    carries = warns() if group_size is None else pytest.raises(FederationError, match="late")
-    with carries:
-        train(stateful(factor), group_size)
+    with warns():
+        train(stateful(factor))
 
 
 def test_what_is_set_for_each_client_does_not_carry_over(train, stateful):
@@ -237,7 +195,7 @@ OF_STEPS = (
 
 @pytest.mark.parametrize("group_size", [None, 1, 3])
 @pytest.mark.parametrize("factor", OF_STEPS)
-@pytest.mark.filterwarnings("ignore:Stateful is trained one client after another")
+@pytest.mark.filterwarnings("ignore:Stateful trains one client after another")
 def test_global_step_is_the_clients_own(train, flat, stateful, factor, group_size):
     def run(factor, group_size=None):
         module = stateful(factor)
@@ -434,29 +392,3 @@ def test_a_late_stop_does_not_come_early(train, tiny):
                 self.trainer.should_stop = True
 
     assert len(train(tiny(Stops), rounds=3).rows) == 3
-
-
-class DecaysInStep:
-    def training_step(self, batch, batch_idx):
-        for group in self.optimizers().param_groups:
-            group["lr"] = group["lr"] * 0.9
-        return super().training_step(batch, batch_idx)
-
-
-class SetInStep:
-    def training_step(self, batch, batch_idx):
-        for group in self.optimizers().param_groups:
-            group["lr"] = 0.1 / (1 + batch_idx)
-        return super().training_step(batch, batch_idx)
-
-
-def test_options_that_training_step_moves_carry_over(train, tiny):
-    own = {"federation": {"policy": train.policy(lr=False)}}
-    for group_size in (1, 3):
-        with pytest.raises(FederationError, match="set \\(the optimizer's options\\)"):
-            train(tiny(type("Decays", (DecaysInStep, tiny.kind), {})), group_size, **own)
-
-
-def test_options_that_training_step_sets_anew_do_not(train, agree, tiny):
-    own = {"federation": {"policy": train.policy(lr=False)}}
-    agree(lambda: tiny(type("Sets", (SetInStep, tiny.kind), {})), (1, 3), **own)

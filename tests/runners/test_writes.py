@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from lightning_fl.types import FederationError
 from linear import Linear
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is trained one client after another")
+pytestmark = pytest.mark.filterwarnings("ignore:.* trains one client after another")
 
 
 @pytest.fixture
@@ -74,14 +75,23 @@ def test_what_a_step_writes_to_frozen_parameters_is_kept(agrees, tiny, write, gr
     agrees(lambda: tiny(Averaging, write), group_size=group_size, steps_per_batch=2, rounds=3)
 
 
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", [without_gradient, copied])
 def test_what_only_later_steps_write_to_frozen_parameters_is_kept(agrees, tiny, write):
     agrees(lambda: tiny(Averaging, write, since=1), group_size=(3,))
 
 
+@pytest.mark.parametrize("write", [assigned, in_place])
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_what_vmap_does_not_support_in_a_later_step_ends_the_run(
+    train, tiny, ragged, write, group_size
+):
+    with pytest.raises(RuntimeError, match=r"accessing `data` .*\n.* --ckpt_path=last"):
+        train(tiny(Averaging, write, since=1), group_size, datamodule=ragged(drop_last=True))
+
+
 def test_what_a_step_writes_to_frozen_parameters_is_kept_where_graphs_were_asked_for(agrees, tiny):
     """torch cannot compile such a step; it says so and the step stays right."""
-    with pytest.warns(UserWarning, match="vectorized step is not compiled"):
+    with pytest.warns(UserWarning, match="steps are not compiled"):
         agrees(lambda: tiny(Averaging, without_gradient), group_size=(3,), compile=True)
 
 
@@ -135,8 +145,13 @@ def test_what_a_step_writes_to_the_parameters_that_it_trains_is_kept(agrees, tin
 
 @pytest.mark.parametrize(("clamp", "is_first"), CLAMPS)
 @pytest.mark.filterwarnings("ignore:.*performance drop")
-def test_what_only_later_steps_write_is_kept(agrees, tiny, clamp, is_first):
-    agrees(lambda: tiny(Clamping, clamp, is_first, since=1), group_size=(1, 3, 7))
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_what_only_later_steps_write_is_kept_or_ends_the_run(
+    agree, tiny, clamp, is_first, group_size
+):
+    ends = pytest.raises(RuntimeError, match="accessing `data`")
+    with nullcontext() if clamp is clamp_in_place else ends:
+        agree(lambda: tiny(Clamping, clamp, is_first, since=1), (group_size,))
 
 
 class Hooked(Linear):

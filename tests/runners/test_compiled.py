@@ -8,14 +8,13 @@ import torch.nn.functional as F
 
 from lightning_fl import ClientModule
 from lightning_fl.objectives import WeightDivergence
-from lightning_fl.runners.graphs import (
+from lightning_fl.runners.compiled import (
     Graphs,
-    can_update,
     compiled,
+    compiling_pays,
     own_code,
     sgd_groups,
     sgd_step,
-    sgd_update,
 )
 from lightning_fl.runners.local_step import LocalStep
 
@@ -51,7 +50,11 @@ def ready(tiny):
     return make
 
 
-HOW = {"fixed_is_shared": True, "at_once": True}
+HOW = {"fixed_is_shared": True}
+
+
+def arguments(batch):
+    return {"buffers": {}, "fixed": {}, "batch": batch, "weight": None, **HOW}
 
 
 @pytest.mark.parametrize("options", SGD.values(), ids=SGD)
@@ -61,10 +64,10 @@ def test_a_step_with_its_update_is_that_of_the_optimizer(ready, monkeypatch, opt
     local, params, optimizer, batch = ready(**options)
     expected_local, expected, expected_optimizer, _ = ready(**options)
     graphs = Graphs(local, optimizer)
-    assert can_update(optimizer)
+    assert graphs.can_update
     for _ in range(2):
-        with torch.no_grad():
-            graphs.update(params, {}, {}, batch, None, **HOW)
+        graphs.shapes["a shape"] = True
+        assert graphs.step("a shape", True, params, arguments(batch)) is not None
         outcome = expected_local.many(expected, {}, {}, batch, None, **HOW)
         expected_optimizer.zero_grad()
         outcome.loss.sum().backward()
@@ -90,38 +93,20 @@ def test_what_is_frozen_has_no_gradient(ready):
 
 
 def test_only_sgd_that_has_begun_is_updated_in_a_step(ready):
-    _, params, _, _ = ready()
+    local, params, _, _ = ready()
     for optimizer, can in (
         (torch.optim.SGD(params.values()), True),
         (torch.optim.SGD(params.values(), momentum=0.9), False),
         (torch.optim.Adam(params.values()), False),
     ):
-        assert can_update(optimizer) is can
+        assert Graphs(local, optimizer).can_update is can
 
 
-@pytest.mark.parametrize("options", SGD.values(), ids=SGD)
-def test_the_update_of_a_client_is_that_of_the_optimizer(ready, options):
-    _, params, optimizer, _ = ready(**options)
-    _, expected, expected_optimizer, _ = ready(**options)
-    for param in expected.values():  # client 1 trains, the others do not
-        param.grad = torch.randn_like(param)
-    unused = list(params)[-1]
-    grads = {name: p.grad[1].clone() for name, p in expected.items() if name != unused}
-    before = {name: p.detach().clone() for name, p in expected.items()}
-    states = {
-        name: {key: value.clone() for key, value in expected_optimizer.state[p].items()}
-        for name, p in expected.items()
-    }
-    expected_optimizer.step()
-    sgd_update(optimizer, params, 1, grads)
-    for name, param in params.items():
-        moved = expected[name] if name != unused else before[name]
-        assert torch.equal(param[1], moved[1])
-        for key, value in optimizer.state[param].items():
-            wanted = expected_optimizer.state[expected[name]][key]
-            assert torch.equal(value[1], wanted[1] if name != unused else states[name][key][1])
-            assert torch.equal(value[[0, 2]], states[name][key][[0, 2]])
-        assert torch.equal(param[[0, 2]], before[name][[0, 2]])
+def test_compiling_must_pay():
+    assert compiling_pays(0, 1e6, "cpu")  # by the overhead of Python alone
+    assert not compiling_pays(0, 1000, "cpu")
+    assert compiling_pays(1e10, 1000, "cpu")
+    assert not compiling_pays(1e10, 1000, "cuda")
 
 
 @pytest.mark.slow
@@ -131,11 +116,11 @@ def test_compiled_it_is_the_same(ready, name):
     local, params, optimizer, batch = ready(**SGD[name])
     expected_local, expected, expected_optimizer, _ = ready(**SGD[name])
     graphs = Graphs(local, optimizer)
-    with torch.no_grad():
-        graphs.update(params, {}, {}, batch, None, **HOW)
+    graphs.shapes["a shape"] = True
+    assert graphs.step("a shape", True, params, arguments(batch)) is not None
     groups = sgd_groups(expected_optimizer, expected)
     with torch.no_grad():
-        sgd_step(expected_local, expected, groups, {}, {}, batch, None, **HOW)
+        sgd_step(expected_local, expected, groups, **arguments(batch))
     for key, param in params.items():
         torch.testing.assert_close(param, expected[key], rtol=0, atol=1e-12)
 
@@ -175,22 +160,24 @@ def test_a_graph_follows_what_changes_in_its_module_between_calls(eager, counts)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_step_that_passes_batch_idx_on_gets_its_own_value_in_later_rounds(ready, tiny, eager):
-    class PassesOn(tiny.kind):
+def test_a_step_with_another_number_in_each_step_is_not_compiled_for_long(ready, tiny, eager):
+    class Counts(tiny.kind):
         def training_step(self, batch, batch_idx):
-            return self.weighted(batch, batch_idx)
-
-        def weighted(self, batch, number):
-            return F.cross_entropy(self.net(batch[0]), batch[1]) * (1 + number)
+            return F.cross_entropy(self.net(batch[0]), batch[1]) * (1 + batch_idx)
 
     _, params, optimizer, batch = ready()
-    made = Graphs(LocalStep(tiny(PassesOn)), optimizer)
-    for steps in (2, 2, 4):  # the first round compiles
-        losses = []
-        for made.local.batch_idx in range(steps):
-            _, outcome = made.gradients(params, {}, {}, batch, None, **HOW)
-            losses.append(outcome.loss)
-        torch.testing.assert_close(losses, [losses[0] * n for n in range(1, steps + 1)])
+    graphs, losses = Graphs(LocalStep(tiny(Counts)), optimizer), []
+
+    def train():
+        for graphs.local.batch_idx in range(6):
+            if graphs.shapes.setdefault("a shape", True):
+                made = graphs.step("a shape", False, params, arguments(batch))
+                losses.append(made and made[1].loss / (1 + graphs.local.batch_idx))
+
+    with pytest.warns(UserWarning, match=r"steps are not compiled: .* batch_idx"):
+        train()
+    assert [loss is None for loss in losses] == [False, True, False, True]
+    torch.testing.assert_close(losses[0], losses[2])
 
 
 def test_what_a_cuda_graph_returns_is_copied(monkeypatch):
@@ -218,7 +205,8 @@ def test_a_step_is_compiled_as_a_whole():
     local = LocalStep(module)
     whole = torch.compile(own_code(sgd_step), backend="eager", fullgraph=True)
     with torch.no_grad(), local.placeholders():
-        whole(local, params, sgd_groups(optimizer, params), {}, fixed, batch, None, **HOW)
+        own = arguments(batch) | {"fixed": fixed}
+        whole(local, params, sgd_groups(optimizer, params), **own)
     assert "log" not in vars(module)
 
 
@@ -239,8 +227,8 @@ def test_on_a_gpu_it_is_the_same(ready, name):
                 trained.state[param][key] = move(value) if value is not None else None
     graphs, samples = Graphs(local, optimizer), tuple(map(move, batch))
     for _ in range(4):
-        with torch.no_grad():
-            graphs.update(params, {}, {}, samples, None, **HOW)
+        graphs.shapes["a shape"] = True
+        assert graphs.step("a shape", True, params, arguments(samples)) is not None
         outcome = expected_local.many(expected, {}, {}, samples, None, **HOW)
         expected_optimizer.zero_grad()
         outcome.loss.sum().backward()

@@ -1,0 +1,292 @@
+"""Local steps as compiled graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache, partial
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim.sgd import sgd
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
+from lightning_fl.types import first_line
+
+#: Maximum number of batch shapes to compile, and of graphs of a shape and a kind of step.
+MOST_GRAPHS, MOST_VERSIONS = 2, 2
+#: Estimates of the seconds that compiling takes, and of the share of a step that it saves.
+COMPILING_TAKES, COMPILING_SAVES = 10, 0.5
+#: Estimates of floating-point operations per second, by type of device.
+SPEED = {"cpu": 1e11, "cuda": 1e13}
+#: Options of SGD that torch's function for a step takes.
+_OPTIONS = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
+_sgd = partial(sgd, has_sparse_grad=False, foreach=False, fused=False)
+
+
+def compiling_pays(flops: float, steps: float, device: str) -> bool:
+    """Return whether a run is long enough for compiling to pay.
+
+    The decision rests on an estimate of the work, since timings vary. A step takes at least the
+    overhead of Python.
+
+    Args:
+        flops: Floating-point operations of a step of all clients.
+        steps: Number of steps in the run.
+        device: Type of the device.
+
+    Example:
+        >>> compiling_pays(1e9, 100, "cpu"), compiling_pays(1e9, 10_000, "cpu")
+        (False, True)
+    """
+    seconds = max(2e-3, flops / SPEED.get(device, SPEED["cpu"]))
+    return steps * seconds * COMPILING_SAVES > COMPILING_TAKES
+
+
+class Graphs:
+    """Compile a module's vectorized local step.
+
+    For any optimizer, one graph computes the gradients. For ``torch.optim.SGD`` the graph includes
+    the update, which saves writing and reading the gradients. On a GPU, CUDA graphs launch the
+    whole step at once.
+
+    The first step of a batch shape is made without a graph (:meth:`note`). A graph is used as long
+    as torch finds it valid. If it does not, the step has changed: it is made without a graph again.
+
+    Args:
+        local: The step.
+        optimizer: The optimizer of the stacked parameters.
+    """
+
+    def __init__(self, local: LocalStep, optimizer: torch.optim.Optimizer) -> None:
+        self.local, self.optimizer = local, optimizer
+        self._on_a_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+        self._gradients = compiled(LocalStep.gradients, self._on_a_gpu)
+        self._sgd_step = compiled(sgd_step, self._on_a_gpu)
+        self._momentum: dict[tuple[str, int], Tensor] = {}
+        #: Whether to compile for batch shapes, by :func:`shape_of`.
+        self.shapes: dict[str, bool] = {}
+        #: Shapes and kinds of steps (whether they update) with a graph, and numbers of graphs.
+        self._ready, self._made = set[tuple[str, bool]](), dict[tuple[str, bool], int]()
+
+    @property
+    def can_update(self) -> bool:
+        """Whether a graph can include the update: of SGD, with momentum buffers present."""
+        optimizer = self.optimizer
+        # One pair of hooks is the runner's, for learning rates. Others must see the update.
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        if any(len(each) > 1 for each in hooks):
+            return False
+        return type(optimizer) is torch.optim.SGD and all(
+            not group["momentum"] or optimizer.state[p].get("momentum_buffer") is not None
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        )
+
+    def note(self, shape: str, used: Collection[str], params: Mapping[str, Tensor]) -> None:
+        """Decide whether to compile the steps of a batch shape, after one without a graph.
+
+        A graph returns zeros for a parameter without a gradient, with which momentum and weight
+        decay would change it.
+
+        Args:
+            shape: The shape.
+            used: Names of the parameters that the step uses.
+            params: The parameters.
+        """
+        groups = self.optimizer.param_groups
+        is_plain = type(self.optimizer) is torch.optim.SGD and not any(
+            group["momentum"] or group["weight_decay"] for group in groups
+        )
+        unused = [n for n, param in params.items() if param.requires_grad and n not in used]
+        self.shapes[shape] = is_plain or not unused
+        if not self.shapes[shape]:
+            rank_zero_warn(
+                f"steps are not compiled: they do not use {unused[0]}. To compile them, freeze the"
+                " parameter with requires_grad_(False) or remove it"
+            )
+
+    def step(
+        self, shape: str, updates: bool, params: Tensors, arguments: Mapping[str, Any]
+    ) -> tuple[Tensors, Outcome] | None:
+        """Make a compiled step.
+
+        Args:
+            shape: The shape of the batches.
+            updates: Whether to update the parameters, as SGD does.
+            params: Parameters, ``[k, ...]``.
+            arguments: Further arguments of :meth:`LocalStep.many`.
+
+        Returns:
+            Gradients, which are empty after an update, and the outcome. None if there is no valid
+            graph; nothing has changed then.
+        """
+        kind = shape, updates
+        stance: Literal["fail_on_recompile", "default"]
+        stance = "fail_on_recompile" if kind in self._ready else "default"
+        try:
+            with torch.no_grad(), self.local.placeholders(), torch.compiler.set_stance(stance):
+                made = self._run(updates, params, arguments)
+        except Exception as error:  # torch.compile and the compilers below it fail in many ways
+            # The next step without a graph shows which parameters it uses now.
+            del self.shapes[shape]
+            self._made[kind] = self._made.get(kind, 0) + 1
+            if kind not in self._ready or self._made[kind] >= MOST_VERSIONS:
+                self.shapes[shape] = False
+                rank_zero_warn(
+                    "steps are not compiled: a graph failed, or is valid for few steps, for example"
+                    f" since training_step uses batch_idx ({first_line(error)})"
+                )
+            self._ready.discard(kind)
+            return None
+        self._ready.add(kind)
+        return made
+
+    def _run(
+        self, updates: bool, params: Tensors, arguments: Mapping[str, Any]
+    ) -> tuple[Tensors, Outcome]:
+        if not updates:
+            found: tuple[Tensors, Outcome] = self._gradients(self.local, params, **arguments)
+            return found
+        if self._on_a_gpu:
+            self._fix_addresses(params)
+        groups = sgd_groups(self.optimizer, params)
+        outcome: Outcome = self._sgd_step(self.local, params, groups, **arguments)
+        return {}, outcome
+
+    def _fix_addresses(self, params: Tensors) -> None:
+        """Keep parameters and momentum where they are: a CUDA graph writes to fixed addresses only.
+
+        A group of clients begins with new momentum, which moves to the memory of the first group.
+        """
+        for name, param in params.items():
+            torch._dynamo.mark_static_address(param, guard=False)
+            state = self.optimizer.state.get(param, {})
+            if (buffer := state.get("momentum_buffer")) is None:
+                continue
+            kept = self._momentum.setdefault((name, len(param)), buffer)
+            if kept is not buffer:
+                state["momentum_buffer"] = kept.copy_(buffer)
+            torch._dynamo.mark_static_address(kept, guard=False)
+
+
+#: Names of the parameters of a group of SGD, its options, its rate, and the parameters' momentum.
+SGDGroup = tuple[list[str], dict[str, Any], Tensor, list[Tensor | None]]
+
+
+def sgd_groups(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> list[SGDGroup]:
+    """Return the parameter groups of SGD for :func:`sgd_step`.
+
+    Args:
+        optimizer: The optimizer of the stacked parameters; see :attr:`Graphs.can_update`.
+        params: Its parameters by name, ``[k, ...]``.
+    """
+    names = {id(p): name for name, p in params.items()}
+    device = next(iter(params.values())).device
+    groups: list[SGDGroup] = []
+    for group in optimizer.param_groups:
+        own = [p for p in group["params"] if p.requires_grad]
+        # A tensor, since a Python number would recompile the graph for every new rate.
+        rate = _number(float(group["lr"]), device)
+        momentum: list[Tensor | None] = [None] * len(own)
+        if group["momentum"]:
+            momentum = [optimizer.state[p]["momentum_buffer"] for p in own]
+        options = {name: group[name] for name in _OPTIONS}
+        groups.append(([names[id(p)] for p in own], options, rate, momentum))
+    return groups
+
+
+@lru_cache(maxsize=64)
+def _number(value: float, device: torch.device) -> Tensor:
+    """Return a number as a tensor on a device; a CUDA graph cannot read it from the CPU."""
+    return torch.tensor(value, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def sgd_step(
+    local: LocalStep, params: Tensors, groups: Sequence[SGDGroup], **arguments: Any
+) -> Outcome:
+    """Make a local step and SGD's in-place update of each parameter group."""
+    grads, outcome = local.gradients(params, **arguments)
+    for names, options, rate, momentum in groups:
+        wanted = [grads[name] for name in names]
+        _sgd([params[name] for name in names], wanted, momentum, lr=rate, **options)
+    return outcome
+
+
+def compiled(function: Callable[..., Any], on_a_gpu: bool) -> Callable[..., Any]:
+    """Compile a function; torch checks before each call that its graph is still valid.
+
+    Args:
+        function: The function.
+        on_a_gpu: Whether to use CUDA graphs. Their outputs are copied, since the next launch
+            overwrites them.
+    """
+    if not on_a_gpu:
+        return torch.compile(own_code(function), dynamic=False)
+    graph = torch.compile(own_code(function), dynamic=False, mode="reduce-overhead")
+    return lambda *args, **kwargs: tree_map(torch.clone, graph(*args, **kwargs))
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a function with its code, since torch allows only eight graphs per code object."""
+    assert isinstance(function, FunctionType)
+    own = FunctionType(function.__code__.replace(), function.__globals__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def shape_of(batch: Any) -> str:
+    """Return the shapes of a batch's tensors."""
+    return str([list(t.shape) if isinstance(t, Tensor) else type(t) for t in tree_leaves(batch)])
+
+
+def graph_of(loss: Tensor, params: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the trained parameters in the graph of a loss, which is kept."""
+    nodes, waiting = set[Any](), [loss.grad_fn]
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [node for node, _ in node.next_functions]
+    return {
+        name
+        for name, param in params.items()
+        if param.requires_grad and torch.autograd.graph.get_gradient_edge(param).node in nodes
+    }
+
+
+class _Known(torch.autograd.Function):
+    """Assign known gradients to parameters in the backward pass of a loss.
+
+    They bypass autograd, which would copy each of them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, loss: Tensor, params: list[nn.Parameter], grads: list[Tensor]
+    ) -> Tensor:
+        ctx.params, ctx.grads = params, grads
+        return loss.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[None, ...]:
+        scale, grads = outer[0], ctx.grads
+        # Reading the scale would wait for a GPU, so there gradients are multiplied even by 1.
+        if grads and (scale.device.type != "cpu" or scale != 1):
+            grads = torch._foreach_mul(grads, scale)
+        for param, grad in zip(ctx.params, grads, strict=True):
+            param.grad = grad if param.grad is None else param.grad + grad
+        return (None,) * 4
+
+
+def with_gradients(
+    loss: Tensor, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]
+) -> Tensor:
+    """Return the sum of losses; its backward pass yields the given gradients."""
+    anchor = next(param for param in params.values() if param.requires_grad)
+    wanted = [params[name] for name in grads]
+    total: Tensor = _Known.apply(anchor, loss, wanted, list(grads.values()))
+    return total

@@ -1,0 +1,269 @@
+"""Before the first round: what vmap refuses, what it gets wrong in silence, what is harmless."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_fl.policies import Schedule
+from lightning_fl.runners import self_check
+
+
+class Total(Metric):
+    """A metric that vmap does not complain of."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, value):
+        self.total = self.total + value
+
+    def compute(self):
+        return self.total
+
+
+@pytest.fixture
+def made(tiny):
+    """A module with a net, and a step that a test replaces."""
+
+    class Module(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            outputs = self.net(batch[0])
+            return self.step(outputs, F.cross_entropy(outputs, batch[1]))
+
+    def make(net=None, step=lambda module, outputs, loss: loss):
+        module = tiny(Module, net=net or mlp())
+        module.step, module.metric, module.calls = step.__get__(module), Total(), 0
+        vars(module)["decayed"] = list(module.parameters())
+        return module
+
+    return make
+
+
+def mlp(*layers):
+    return lambda: nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 3))
+
+
+class Own(nn.Module):
+    """Noise by a function instead of a layer."""
+
+    def forward(self, x):
+        return F.dropout(F.dropout(x, 0.3, self.training), 0.3, self.training)
+
+
+class Mean(nn.Module):
+    """A buffer is written to in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x - self.mean
+
+
+class InFloat32(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x.float()).double()
+
+
+def noise(function):
+    return lambda module, outputs, loss: loss + function(outputs).square().mean()
+
+
+NETS = {
+    "in place": mlp(nn.ReLU(inplace=True)),
+    "norms": mlp(nn.LayerNorm(6), nn.Dropout(0.5), nn.GELU()),
+    "convolution": mlp(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(8, 6)),
+    "a buffer": mlp(Mean()),
+    "noise": mlp(Own()),
+}
+STEPS = {
+    "noise": noise(torch.randn_like),
+    "gumbel": noise(F.gumbel_softmax),
+    "permutation": noise(lambda x: x[torch.randperm(len(x))]),
+    "losses": lambda m, outputs, loss: vars(m).setdefault("notes", []).append(1.0) or loss,
+    "a part in float32": lambda m, outputs, loss: loss + outputs.float().square().mean().to(loss),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_nets_that_are_vectorized(train, made, name):
+    train(made(NETS[name]), 3, rounds=1)  # a warning would be an error
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_that_are_vectorized(train, made, name):
+    train(made(step=STEPS[name]), 3, rounds=1)
+
+
+def test_a_step_that_does_not_support_float64_is_vectorized(train, made, ragged, blobs):
+    class Casts(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.float())
+
+    train(made(lambda: Casts(nn.Linear(6, 3))).float(), 3, rounds=1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+class Words(nn.Module):
+    """Padding by the function, which vmap gets wrong, or by the layer."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 4, **options), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = x.abs().clamp(max=4).long()
+        return self.head(F.embedding(x, self.words.weight, padding_idx=0).mean(1))
+
+
+class Alternates(nn.Module):
+    """Every second call is another: mapped, there is one call for all clients."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(x) * (1 + self.calls % 2)
+
+
+def item(module, outputs, loss):
+    return loss * (2 if loss.item() > 1 else 1)
+
+
+def branch(module, outputs, loss):
+    return loss * 2 if loss > 1 else loss
+
+
+def metric(module, outputs, loss):
+    module.metric.update(loss.detach())
+    return loss
+
+
+def in_a_list(module, outputs, loss):
+    return loss + sum(p.square().sum() for p in module.decayed)
+
+
+def of_a_generator(module, outputs, loss):
+    drawn = torch.randn(outputs.shape, generator=module.generator)
+    return loss + (drawn * outputs).mean()
+
+
+def counts(module, outputs, loss):
+    module.calls += 1
+    return loss / module.calls
+
+
+def keeps(module, outputs, loss):
+    module.last = outputs.detach()
+    return loss
+
+
+def nothing(module, outputs, loss):
+    return None
+
+
+REFUSED = {
+    "LSTM": (Recurrent, None, "RuntimeError: .*lstm"),
+    "padding by the layer": (lambda: Words(padding_idx=0), None, "an Embedding with max_norm or p"),
+    "padding by the function": (Words, None, "its vectorized step gives different results"),
+    "another second call": (Alternates, None, "depends on what an earlier step has left"),
+    "item": (mlp(), item, "RuntimeError: .*item"),
+    "a branch": (mlp(), branch, "RuntimeError: .*data-dependent control flow"),
+    "a metric": (mlp(), metric, "training_step updates the metric Total"),
+    "no loss": (mlp(), nothing, "no loss"),
+    "parameters in a list": (mlp(), in_a_list, "its vectorized step gives different results"),
+    "a list and noise": (mlp(nn.Dropout()), in_a_list, "vectorized step gives different results"),
+    "bernoulli": (
+        mlp(),
+        lambda module, outputs, loss: loss * torch.bernoulli(outputs.detach().sigmoid()).mean(),
+        "same randomness",
+    ),
+    "a distribution": (
+        mlp(),
+        noise(lambda x: torch.distributions.Normal(x, x.exp()).rsample()),
+        "different inplace randomness",
+    ),
+    "Python": (mlp(), lambda m, o, loss: loss * random.random(), "numbers with Python or NumPy"),
+    "NumPy": (mlp(), lambda m, o, loss: loss * np.random.rand(), "numbers with Python or NumPy"),
+    "a counter": (mlp(), counts, "depends on what an earlier step has left"),
+    "a tensor in an attribute": (mlp(), keeps, "stores tensors in the attribute last"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the training of the first client|.*returned `None`")
+@pytest.mark.parametrize(("net", "step", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_trains_one_client_after_another_and_why(train, made, net, step, why):
+    options = {} if step is None else {"step": step}
+    with pytest.warns(UserWarning, match=f"one client after another, not at once: .*{why}"):
+        train(made(net, **options), 3, rounds=1)
+
+
+def test_training_step_is_called_once_per_local_step_of_a_group_and_five_times_for_the_check(
+    train, tiny, data
+):
+    calls = []
+
+    class Counts(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            calls.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    four = {"clients_per_round": 4, "policy": Schedule(num_steps=3)}
+    for check, extra in ((True, 5), (False, 0)):
+        calls.clear()
+        options = {"federation": {**four, "check": check}, "datamodule": data(num_clients=4)}
+        train(tiny(Counts), 4, rounds=2, **options)
+        assert len(calls) == 2 * 3 + extra
+
+
+def test_what_on_client_start_sets_is_there(train, made):
+    class Begins:
+        def on_client_start(self):
+            self.scale = 0.5
+
+    module = made(step=lambda module, outputs, loss: loss * module.scale)
+    module.__class__ = type("Begins", (Begins, type(module)), {})
+    train(module, 3, rounds=1)  # a warning would be an error
+
+
+def test_the_check_changes_nothing(train, tiny, flat):
+    ends = []
+    for check in (True, False):
+        module = tiny(net=mlp(nn.Dropout(), Mean()))
+        train(module, 3, federation={"check": check})
+        ends.append([*flat(module).tolist(), *module.net[2].mean.tolist()])
+    assert ends[0] == ends[1]
+
+
+def test_a_module_that_cannot_be_copied_trains_one_client_after_another(train, made):
+    module = made()
+    module.lock = threading.Lock()
+    with pytest.warns(UserWarning, match="it cannot be copied, to compare its steps"):
+        train(module, 3)
+
+
+def test_a_large_module_is_vectorized_unchecked(train, made, monkeypatch, caplog):
+    monkeypatch.setattr("lightning_fl.runners.module.MAX_BYTES", 100)
+    monkeypatch.setattr(self_check, "VectorizedCheck", None)
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        train(made(), 3)
+    assert "too large to check vectorized steps" in caplog.text
