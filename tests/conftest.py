@@ -115,14 +115,6 @@ def _environment_as_outside(monkeypatch):
         monkeypatch.delenv(name)
 
 
-@pytest.fixture(autouse=True)
-def _matmul_as_before():
-    """Vectorized clients that a test never closes would leave their setting to later tests."""
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    yield
-    torch.backends.mkldnn.matmul.fp32_precision = before
-
-
 @pytest.fixture
 def foreign():
     def make(seed=0, **options):

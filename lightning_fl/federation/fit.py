@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils._pytree import tree_map
 
 from lightning_fl.federation.boundary import RoundBoundary
@@ -359,8 +361,16 @@ class Fit:
         self.processes.same_start(tensors)
         if not self.progress.round:
             runner.note_private()
-        if isinstance(self.module, VectorizedClients) and self.module.runner is not None:
-            self._decide(self.module)
+        cores, is_alone = os.cpu_count() or 1, self.trainer.world_size == 1
+        if isinstance(self.module, VectorizedClients):
+            if self.module.runner is not None:
+                self._decide(self.module)
+        elif self.module.device.type == "cpu" and cores > 1 and is_alone:
+            rank_zero_info(
+                "Clients train one after another in one process. To use"
+                f" {cores} cores, set devices={cores} and strategy='client_parallel' of the"
+                " Trainer, or vectorize clients (--vectorize=auto)"
+            )
 
     def follow(self) -> None:
         """Take over what hooks have written to buffers of the module since the last round."""

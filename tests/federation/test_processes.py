@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl import ClientParallelStrategy
+from lightning_fl import ClientParallelStrategy, VectorizedClients
 from lightning_fl.federation import processes
 from lightning_fl.federation.processes import Alone, ClientsShared, SamplesShared, processes_of
 from lightning_fl.types import FederationError, RoundPlan
@@ -75,3 +75,16 @@ def test_values_that_differ_between_processes_are_refused(monkeypatch, kind):
         kind(trainer(1, 3)).check_same("data: seed it", "a")
     every[2] = "a"
     kind(trainer(1, 3)).check_same("data: seed it", "a")
+
+
+@pytest.mark.parametrize(("vectorized", "cores"), [(False, 4), (False, 1), (True, 4)])
+def test_a_fit_on_one_of_several_cores_says_how_to_use_them(
+    fit, data, foreign, monkeypatch, caplog, vectorized, cores
+):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    module = foreign(batchnorm=False)
+    module = VectorizedClients(module, 2) if vectorized else module
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        fit(module, datamodule=data(), rounds=2)
+    hints = [record for record in caplog.records if "client_parallel" in record.message]
+    assert len(hints) == (cores > 1 and not vectorized)

@@ -392,3 +392,52 @@ def test_a_late_stop_does_not_come_early(train, tiny):
                 self.trainer.should_stop = True
 
     assert len(train(tiny(Stops), rounds=3).rows) == 3
+
+
+class Writes:
+    """Writes losses by a thread, and reads numbers from an iterator and a generator of its own."""
+
+    def open(self, kind):
+        self.kind, self.written, self.stream = kind, [], iter(range(1000))
+        if kind == "thread":
+            self.queue = queue.Queue()
+            self.writer = threading.Thread(target=self.write, daemon=True)
+            self.writer.start()
+        if kind == "generator":
+            self.stream = (number for number in range(1000))
+
+    def write(self):
+        while (item := self.queue.get()) is not None:
+            self.written.append(item)
+
+    def training_step(self, batch, batch_idx):
+        number = next(self.stream)
+        if self.kind == "thread":
+            self.queue.put(number)
+        else:
+            self.written.append(number)
+        return super().training_step(batch, batch_idx) * (1 + number / 1000)
+
+    def close(self):
+        if self.kind == "thread":
+            self.queue.put(None)
+            self.writer.join()
+        return self.written
+
+
+@pytest.mark.filterwarnings("ignore:the training of the first client|.* after another, not at once")
+@pytest.mark.parametrize("kind", ["iterator", "thread", "generator"])
+@pytest.mark.parametrize("wrap", [None, 3])
+def test_streams_and_threads_of_a_module_are_those_of_lightning(
+    trainer, train, tiny, flat, data, kind, wrap
+):
+    own = type("Own", (Writes, tiny.kind), {})
+    plain, module = tiny(own), tiny(own)
+    for each in (plain, module):
+        each.open(kind)
+    samples = data(num_clients=1)
+    trainer(False, rounds=2).fit(plain, datamodule=data(num_clients=1))
+    federation = {"policy": None, "seed": samples.seed}
+    train(module, wrap, datamodule=samples, federation=federation, rounds=2)
+    assert module.close() == plain.close() == list(range(len(module.written)))
+    torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
