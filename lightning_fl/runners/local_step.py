@@ -244,6 +244,7 @@ class LocalStep(nn.Module):
         fixed_is_shared: bool,
         hyperparameters: Tensors | None = None,
         randomness: Literal["different", "same"] = "different",
+        is_mapped: bool = True,
     ) -> Outcome:
         """Make the step of many clients; the first dimension of every tensor is the client.
 
@@ -256,6 +257,7 @@ class LocalStep(nn.Module):
             fixed_is_shared: Whether all clients started from the same parameters.
             hyperparameters: Numbers of the policy by name, ``[k]``; None means none.
             randomness: Whether the vectorized step draws different random numbers for each client.
+            is_mapped: Whether to use ``vmap``; a graph of one client does not, which is faster.
         """
         shared: dict[str, Any] = {"fixed": fixed, "weight": weight}
         own: dict[str, Any] = {"params": params, "buffers": buffers, "batch": batch}
@@ -268,8 +270,12 @@ class LocalStep(nn.Module):
         def step(client: dict[str, Any]) -> Outcome:
             return self.one(**shared, **client)
 
+        outcome: Outcome
+        if not is_mapped:
+            outcome = step(tree_map(lambda t: t.squeeze(0) if isinstance(t, Tensor) else t, own))
+            return tree_map(lambda t: t.unsqueeze(0), outcome)  # type: ignore[no-any-return]
         in_dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, own)
-        outcome: Outcome = vmap(step, in_dims=(in_dims,), randomness=randomness)(own)
+        outcome = vmap(step, in_dims=(in_dims,), randomness=randomness)(own)
         return outcome
 
     def by_itself(self, fixed: Tensors, batch: Any) -> tuple[Outcome, Tensors]:

@@ -450,7 +450,8 @@ class VectorizedStep:
         params: Tensors = own.pop("params")
         if graphs is not None and graphs.shapes.get(shape):
             updates = updates and graphs.can_update
-            if (made := graphs.step(shape, updates, params, own)) is not None:
+            how = own | {"is_mapped": stacks.count > 1}
+            if (made := graphs.step(shape, updates, params, how)) is not None:
                 grads, outcome = made
                 self.has_updated = updates
                 return with_gradients(outcome.loss, stacks.params, grads), outcome

@@ -105,12 +105,13 @@ def as_it_is(module, tensors):
 CASES = [(f, w) for f in (None, "shared", "own") for w in (False, True)]
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(("k", "is_mapped"), [(1, False), (1, True), (3, True)])
 @pytest.mark.parametrize(("fixed", "weight"), CASES)
-def test_the_step_of_many_is_the_step_of_each(module, k, fixed, weight):
+def test_the_step_of_many_is_the_step_of_each(module, k, is_mapped, fixed, weight):
     tensors = given(module, k, fixed=fixed, weight=weight)
     leaves = {n: p.clone().requires_grad_() for n, p in tensors[0].items()}
-    found = LocalStep(module).many(leaves, *tensors[1:], fixed_is_shared=fixed != "own")
+    how = {"fixed_is_shared": fixed != "own", "is_mapped": is_mapped}
+    found = LocalStep(module).many(leaves, *tensors[1:], **how)
     found.loss.sum().backward()
     assert found.loss.shape == (k,)
     for row in range(k):
