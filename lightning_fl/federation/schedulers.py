@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_fl.hooks import properties_set
-from lightning_fl.runners.optimizer import ClientOptimizer, Options
+from lightning_fl.runners import ClientOptimizer
+from lightning_fl.runners.optimizer import Options
 from lightning_fl.types import FederationError
 
 
