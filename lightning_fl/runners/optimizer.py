@@ -186,6 +186,7 @@ class ClientOptimizer:
 
     def load(self, rows: Rows) -> None:
         """Load the tensors of :meth:`rows` into the fresh optimizer."""
+        self._has_stepped = True  # it is not fresh, even if the client makes no step
         saved = self.optimizer.state_dict()
         state = {index: dict(entries) for index, entries in saved["state"].items()}
         for name, row in rows.items():

@@ -215,6 +215,14 @@ def test_what_is_set_between_rounds_stays_and_what_a_step_changes_goes_back():
     assert optimizer.note == "by a callback"
 
 
+def test_a_client_that_makes_no_step_leaves_nothing_to_the_next():
+    learner = hidden.state_of(hidden.Counting)
+    learner.reset()
+    learner.load({"number.group0.step": torch.tensor(7)})
+    learner.reset()
+    assert "step" not in learner.optimizer.param_groups[0]
+
+
 def test_a_policy_sets_the_rate_of_an_optimizer_without_step_hooks(train, tiny, flat):
     found = []
     for lr in (0.1, 0.01):
