@@ -88,7 +88,7 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         (module, "on_train_batch_end", batch_end),
     ]
     if isinstance(fit.runner, SequentialRunner):
-        own = [name for name in HOOKS_AFTER_TRANSFER if name not in WRAPPED]
-        hooks += [(module, name, in_hook) for name in own if name in hooks_of(module)]
+        own = set(hooks_of(module)).difference(WRAPPED)
+        hooks += [(module, name, in_hook) for name in HOOKS_AFTER_TRANSFER if name in own]
     for owner, name, wrapper in hooks:
         undo.enter_context(replaced(owner, name, partial(partial, wrapper)))

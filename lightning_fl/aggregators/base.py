@@ -200,8 +200,11 @@ class Aggregator(Metric, ABC):
 
     def reset(self) -> None:
         """Reset the states; sums in place, as each takes eight times the memory of its addends."""
-        kept = {name: d for name, d in self._defaults.items() if isinstance(d, Tensor)}
-        sums = {name: default for name, default in kept.items() if 0 in default.stride()}
+        sums = {
+            name: default
+            for name, default in self._defaults.items()
+            if isinstance(default, Tensor) and 0 in default.stride()  # expanded by add_sum
+        }
         for name in sums:
             del self._defaults[name]
         super().reset()

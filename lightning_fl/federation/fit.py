@@ -272,6 +272,15 @@ class Fit:
         if isinstance(self.module, VectorizedClients):
             self.module.end_fit()
 
+    def _steps_of_run(self) -> float:
+        """Return the number of local steps of all groups of clients in the run."""
+        plan = self.planner.plan()
+        groups = -(-self.planner.cohort_size // plan.group_size)
+        try:
+            return self.planner.stepping_batches() * groups
+        except FederationError:  # a policy learns the number of steps
+            return int(plan.num_steps.max()) * (self.trainer.max_epochs or 0) * groups
+
     def _decide(self, module: VectorizedClients) -> None:
         """Decide whether clients are vectorized, by a check of the steps of two clients."""
         trainer, data, plan = self.trainer, self.data, self.planner.plan()
@@ -295,15 +304,10 @@ class Fit:
         if data.has_samples_in_front and (most := int(sizes.max())) > MOST_SAMPLES:
             batches = [tree_map(lambda t: t[:MOST_SAMPLES], batch) for batch in batches]
             scale *= most / MOST_SAMPLES
-        groups = -(-self.planner.cohort_size // plan.group_size)
-        try:
-            steps = self.planner.stepping_batches() * groups
-        except FederationError:  # a policy learns the number of steps
-            steps = int(plan.num_steps.max()) * (trainer.max_epochs or 0) * groups
         if not data.has_samples_in_front and (why := Collated(batches).why_not_stacked()):
             module.train_one_by_one(why)
         else:
-            module.decide([batches[0], batches[-1]], self.check, scale, steps)
+            module.decide([batches[0], batches[-1]], self.check, scale, self._steps_of_run)
         if module.reason is not None:
             base_lr, self.runner = self.runner.base_lr, self._make_runner()
             self.runner.base_lr = base_lr

@@ -239,14 +239,16 @@ class VectorizedClients(LightningModule):
             for name in OF_MODULE:
                 vars(self).pop(name, None)
 
-    def decide(self, batches: Sequence[Any], is_checked: bool, scale: float, steps: float) -> None:
+    def decide(
+        self, batches: Sequence[Any], is_checked: bool, scale: float, steps: Callable[[], float]
+    ) -> None:
         """Decide before the first round whether clients are vectorized, and steps compiled.
 
         Args:
             batches: Batches of two clients.
             is_checked: Whether to compare vectorized steps with the module's own.
             scale: Size of a step of all clients, as a multiple of a step with one of the batches.
-            steps: Number of steps in the run.
+            steps: Function that returns the number of steps in the run.
         """
         runner = self.runner
         assert runner is not None
@@ -264,7 +266,7 @@ class VectorizedClients(LightningModule):
         runner.is_linear = check.is_linear
         compiles = self.compiled
         if compiles == "auto":
-            is_short = not compiling_pays(check.flops * scale, steps, device)
+            is_short = not compiling_pays(check.flops * scale, steps(), device)
             compiles = not is_short and (not is_alone or type(runner.optimizer) is torch.optim.SGD)
         if compiles:
             runner.vectorized.compile()

@@ -128,9 +128,7 @@ class OrderCheck:
         own, shared = vars(module), vars(self.module)
         own.update({k: shared[k] for k in (GLOBAL_PARAMETERS, HYPERPARAMETERS) if k in shared})
         try:
-            tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-            for name, tensor in self.tensors.by_name.items():
-                tensors[name].data.copy_(tensor)
+            _loaded(module, self.tensors.by_name)
             silent = attributes_set(self.module.trainer, {"_loggers": [DummyLogger()]})
             with seeded_rng(0, self.module.device), torch.enable_grad(), silent:
                 step = LocalStep(module, self.tensors.constants)
@@ -244,16 +242,13 @@ class VectorizedCheck:
             return "its vectorized step gives different results"
         return self._why_not_stepped([result.grads for result in own])
 
-    def _clients(self) -> list[Tensors]:
-        """Return tensors of two clients. They differ, to reveal clients that are mixed up."""
-        found = []
-        for row in range(2):
-            values = {n: self._wide(t.detach()) for n, t in self.tensors.by_name.items()}
-            for name in self.tensors.parameters if row else ():
-                if is_floating(values[name]):
-                    values[name] = values[name] * (1 + 2 ** -(6 if name in self.trained else 7))
-            found.append(values)
-        return found
+    def _client(self, row: int) -> Tensors:
+        """Return tensors of a client. Those of two differ, to reveal clients that are mixed up."""
+        values = {n: self._wide(t.detach()) for n, t in self.tensors.by_name.items()}
+        for name in self.tensors.parameters if row else ():
+            if is_floating(values[name]):
+                values[name] = values[name] * (1 + 2 ** -(6 if name in self.trained else 7))
+        return values
 
     def _wide(self, value: Any) -> Any:
         is_narrow = isinstance(value, Tensor) and value.dtype in NARROW and self._is_wide
@@ -290,11 +285,9 @@ class VectorizedCheck:
 
     def _own(self, module: LightningModule, client: int) -> _Result:
         """Make a client's own step."""
-        values, batch = self._clients()[client], tree_map(self._wide, self.batches[client])
+        values, batch = self._client(client), tree_map(self._wide, self.batches[client])
         with self._conditions(module) as step:
-            tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-            for name, value in values.items():
-                tensors[name].data.copy_(value)
+            tensors = _loaded(module, values)
             call_hook(module, "on_client_start")  # which may freeze layers
             self.trained = [name for name in self.tensors.parameters if tensors[name].requires_grad]
             starts = self._read(module)
@@ -312,13 +305,15 @@ class VectorizedCheck:
 
     def _read(self, module: LightningModule) -> Tensors:
         """Return a copy of the tensors of a copy of the module."""
-        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        tensors = _loaded(module, {})
         return {name: tensors[name].detach().clone() for name in self.tensors.by_name}
 
     def _vectorized(self, module: LightningModule, starts: list[Tensors]) -> _Result:
         """Make the vectorized step of clients that start from some tensors."""
         values = tree_map(lambda *t: torch.stack(t), *starts)
-        fixed = tree_map(lambda *t: torch.stack(t), *map(self._fixed, self._clients()))
+        fixed = tree_map(
+            lambda *t: torch.stack(t), *(self._fixed(self._client(row)) for row in range(2))
+        )
         params = {name: values[name].clone() for name in self.tensors.parameters}
         own: dict[str, Any] = {
             "params": {n: p.requires_grad_(n in self.trained) for n, p in params.items()},
@@ -349,7 +344,7 @@ class VectorizedCheck:
 
         def moves(rows: slice | int, rate: float, ratio: float = 1.0) -> list[Tensor]:
             """Return the changes of the parameters after four steps, times a ratio each."""
-            starts = tree_map(lambda *t: torch.stack(t)[rows], *self._clients())
+            starts = tree_map(lambda *t: torch.stack(t)[rows], *map(self._client, range(2)))
             params = {id(p): nn.Parameter(starts[n].clone()) for n, p in self.stacks.items()}
             optimizer = copied_onto(params, self.optimizer)
             for group in optimizer.param_groups:
@@ -371,6 +366,14 @@ class VectorizedCheck:
         halves = (moves(slice(0, 2), 0.1, ratio=0.5), moves(slice(0, 2), 0.05))
         self.is_linear = _are_close(*halves)
         return None
+
+
+def _loaded(module: nn.Module, values: Tensors) -> Tensors:
+    """Copy values into the parameters and buffers of a module, and return all of these by name."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, value in values.items():
+        tensors[name].data.copy_(value)
+    return tensors
 
 
 def metrics_of(module: nn.Module) -> Iterator[Metric]:

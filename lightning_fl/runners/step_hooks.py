@@ -70,13 +70,28 @@ def why_alone(module: LightningModule) -> str | None:
     for part in module.modules():
         if isinstance(part, nn.Embedding) and (part.max_norm or part.padding_idx is not None):
             return "an Embedding with max_norm or padding_idx writes to its weights"
-        if part._backward_hooks or part._backward_pre_hooks:
-            return "its layers have hooks of the backward pass"
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters()):
+    if hooked_layers(module):
+        return "its layers have hooks of the backward pass"
+    if hooked_parameters(module):
         return "its parameters have hooks"
     if names := overlapping(module):
         return f"its tensors {names[0]} and {names[1]} share memory"
     return None
+
+
+def hooked_layers(module: nn.Module) -> list[str]:
+    """Return the names of layers with hooks of the backward pass, which ``vmap`` does not call."""
+    layers = module.named_modules()
+    return [name for name, part in layers if part._backward_hooks or part._backward_pre_hooks]
+
+
+def hooked_parameters(module: nn.Module) -> list[str]:
+    """Return the names of parameters with hooks, which are not those of the stacks."""
+    return [
+        name
+        for name, param in module.named_parameters()
+        if param._backward_hooks or param._post_accumulate_grad_hooks
+    ]
 
 
 def changes_transfers(trainer: Trainer) -> bool:

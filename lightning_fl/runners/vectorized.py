@@ -22,6 +22,7 @@ from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.memory import keep_freed_memory
 from lightning_fl.runners.optimizer import PROPORTIONAL, Rows, fresh, params_of, step_hooks_of
 from lightning_fl.runners.samples import BatchSamples, Padded, Samples
+from lightning_fl.runners.step_hooks import hooked_layers, hooked_parameters
 from lightning_fl.runners.tensors import (
     GLOBAL_PARAMETERS,
     ModuleTensors,
@@ -105,16 +106,8 @@ class VectorizedRunner(ClientRunner):
                     f" ({getattr(hook, '__qualname__', hook)}). It would run once for the stacked"
                     f" parameters of all clients instead of once per client: {remedy}"
                 )
-        hooked = [
-            f"the parameter {parameter}"
-            for parameter, tensor in self.named_parameters.items()
-            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-        ]
-        hooked += [
-            f"the layer {layer}"
-            for layer, part in self.module.named_modules()
-            if part._backward_hooks or part._backward_pre_hooks
-        ]
+        hooked = [f"the parameter {parameter}" for parameter in hooked_parameters(self.module)]
+        hooked += [f"the layer {layer}" for layer in hooked_layers(self.module)]
         if hooked:
             raise FederationError(
                 f"a hook was registered on {hooked[0]} of {name} after VectorizedClients(module),"
@@ -445,7 +438,8 @@ class VectorizedStep:
 
     def _all(self, batch: Any, weight: Tensor | None, updates: bool) -> tuple[Tensor, Outcome]:
         """Make the step of all clients; their batches are ``[k, ...]``."""
-        stacks, graphs, shape = self.stacks, self.graphs, shape_of(batch)
+        stacks, graphs = self.stacks, self.graphs
+        shape = "" if graphs is None else shape_of(batch)
         own = stacks.arguments(lambda t: t) | {"batch": batch, "weight": weight}
         params: Tensors = own.pop("params")
         if graphs is not None and graphs.shapes.get(shape):

@@ -57,6 +57,17 @@ def arguments(batch):
     return {"buffers": {}, "fixed": {}, "batch": batch, "weight": None, **HOW}
 
 
+def train_both(graphs, params, batch, local, expected, optimizer, steps):
+    """Make steps by a graph with the update in it, and by the step and its optimizer."""
+    for _ in range(steps):
+        graphs.shapes["a shape"] = True
+        assert graphs.step("a shape", True, params, arguments(batch)) is not None
+        outcome = local.many(expected, {}, {}, batch, None, **HOW)
+        optimizer.zero_grad()
+        outcome.loss.sum().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("options", SGD.values(), ids=SGD)
 def test_a_step_with_its_update_is_that_of_the_optimizer(ready, monkeypatch, options):
     """Not compiled: what the graph computes."""
@@ -65,13 +76,7 @@ def test_a_step_with_its_update_is_that_of_the_optimizer(ready, monkeypatch, opt
     expected_local, expected, expected_optimizer, _ = ready(**options)
     graphs = Graphs(local, optimizer)
     assert graphs.can_update
-    for _ in range(2):
-        graphs.shapes["a shape"] = True
-        assert graphs.step("a shape", True, params, arguments(batch)) is not None
-        outcome = expected_local.many(expected, {}, {}, batch, None, **HOW)
-        expected_optimizer.zero_grad()
-        outcome.loss.sum().backward()
-        expected_optimizer.step()
+    train_both(graphs, params, batch, expected_local, expected, expected_optimizer, steps=2)
     for name, param in params.items():
         torch.testing.assert_close(param, expected[name], rtol=0, atol=1e-12)
 
@@ -226,12 +231,6 @@ def test_on_a_gpu_it_is_the_same(ready, name):
             for key, value in trained.state[param].items():
                 trained.state[param][key] = move(value) if value is not None else None
     graphs, samples = Graphs(local, optimizer), tuple(map(move, batch))
-    for _ in range(4):
-        graphs.shapes["a shape"] = True
-        assert graphs.step("a shape", True, params, arguments(samples)) is not None
-        outcome = expected_local.many(expected, {}, {}, samples, None, **HOW)
-        expected_optimizer.zero_grad()
-        outcome.loss.sum().backward()
-        expected_optimizer.step()
+    train_both(graphs, params, samples, expected_local, expected, expected_optimizer, steps=4)
     for key, param in params.items():
         torch.testing.assert_close(param, expected[key], rtol=0, atol=1e-10)

@@ -332,7 +332,10 @@ def test_the_check_changes_nothing(train, flat, tiny, ragged, depends):
     assert run(False) == checked
 
 
-def test_training_step_is_called_once_per_local_step_and_twice_for_the_check(train, tiny):
+@pytest.mark.parametrize(("group_size", "steps", "extra"), [(None, 4 * 3, 2), (4, 3, 5)])
+def test_training_step_is_called_once_per_local_step_and_for_the_check(
+    train, tiny, data, group_size, steps, extra
+):
     calls = []
 
     class Counts(tiny.kind):
@@ -341,10 +344,11 @@ def test_training_step_is_called_once_per_local_step_and_twice_for_the_check(tra
             return super().training_step(batch, batch_idx)
 
     four = {"clients_per_round": 4, "policy": Schedule(num_steps=3)}
-    for check, extra in ((True, 2), (False, 0)):
+    for check in (True, False):
         calls.clear()
-        train(tiny(Counts), federation={**four, "check": check}, rounds=2)
-        assert len(calls) == 2 * 4 * 3 + extra
+        options = {"federation": {**four, "check": check}, "datamodule": data(num_clients=4)}
+        train(tiny(Counts), group_size, rounds=2, **options)
+        assert len(calls) == 2 * steps + extra * check
 
 
 def test_a_module_that_cannot_be_copied_is_not_checked(train, stateful, caplog):

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_fl.policies import Schedule
 from lightning_fl.runners import self_check
 
 
@@ -215,24 +214,6 @@ def test_what_trains_one_client_after_another_and_why(train, made, net, step, wh
     options = {} if step is None else {"step": step}
     with pytest.warns(UserWarning, match=f"one client after another, not at once: .*{why}"):
         train(made(net, **options), 3, rounds=1)
-
-
-def test_training_step_is_called_once_per_local_step_of_a_group_and_five_times_for_the_check(
-    train, tiny, data
-):
-    calls = []
-
-    class Counts(tiny.kind):
-        def training_step(self, batch, batch_idx):
-            calls.append(batch_idx)
-            return super().training_step(batch, batch_idx)
-
-    four = {"clients_per_round": 4, "policy": Schedule(num_steps=3)}
-    for check, extra in ((True, 5), (False, 0)):
-        calls.clear()
-        options = {"federation": {**four, "check": check}, "datamodule": data(num_clients=4)}
-        train(tiny(Counts), 4, rounds=2, **options)
-        assert len(calls) == 2 * 3 + extra
 
 
 def test_what_on_client_start_sets_is_there(train, made):
