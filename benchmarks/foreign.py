@@ -1,18 +1,9 @@
-"""LightningModules and optimizers of other packages, tried in a federation.
+"""LightningModules and optimizers of other packages, each checked in a federation.
 
-Each case is a small model with random weights, built as the package's users do. Four things are
-checked:
-
-- ``one client``: a federation of one client gives the parameters of plain Lightning training on
-  the same batches. The server computes ``w + (w_k - w)`` in place of ``w_k``, which is rounded. So
-  plain training is tried again with its weights put through this sum after each round;
-- ``vectorized``: several clients at once give the parameters of sequential training, in float64;
-- ``resume``: a run that is saved and resumed gives the parameters of an undisturbed one;
-- ``two processes``: two processes give the parameters of one.
-
-A cell says ``equal`` for the same bits, or the largest difference of a parameter. ``last bit`` is
-the scale for such a difference: that of two sequential runs whose initial parameters differ in the
-last bit. Dropout and random augmentations are off: plain training draws other numbers.
+Each case is a small model with random weights, built as the package's users do, and passed to
+``lightning_fl.testing.check_federation``; see docs/check.md for its columns. A cell says ``equal``,
+with the largest difference if there is one within rounding; ``different``; or why the library
+refuses such a run. Dropout and random augmentations are off.
 
     pip install -e .[foreign]
     python benchmarks/foreign.py --markdown out.md
@@ -22,14 +13,7 @@ last bit. Dropout and random augmentations are off: plain training draws other n
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
-import math
 import os
-import subprocess
-import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
@@ -43,11 +27,13 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
-from lightning_fl import VectorizedClients
+from checks import cells, write_table
 from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.check import COLUMNS
 from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.testing import Run, check_federation
 
 SAMPLES, BATCH, CLIENTS, ROUNDS = 24, 4, 3, 2
 
@@ -516,200 +502,7 @@ CASES: dict[str, type[Case]] = {
     "torchvision Faster R-CNN": Detector,
 }
 
-# --- runs -----------------------------------------------------------------------------------------
-
-
-class Recorder(L.Callback):
-    """Keeps the batches that a federation trains on, by round."""
-
-    def __init__(self) -> None:
-        self.rounds: list[list[Any]] = []
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin a round."""
-        self.rounds.append([])
-
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Keep the batch."""
-        self.rounds[-1].append(batch)
-
-
-class Saver(L.Callback):
-    """Saves after the first round."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save at the start of the second round."""
-        if trainer.current_epoch == 1:
-            trainer.save_checkpoint(self.path)
-
-
-class ServerSum(L.Callback):
-    """Puts the weights through the sum of a server with one client, after each round."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-        self.before: list[Tensor] = []
-
-    def tensors(self, module: nn.Module) -> list[Tensor]:
-        """Return what a federation averages."""
-        everything = [*module.parameters(), *module.buffers()]
-        return [tensor.detach() for tensor in everything if tensor.is_floating_point()]
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the first global model."""
-        self.before = [tensor.clone() for tensor in self.tensors(pl_module)]
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Add the weighted mean of one update to the global model."""
-        for tensor, before in zip(self.tensors(pl_module), self.before, strict=True):
-            update = (tensor - before).double() * self.num_samples / self.num_samples
-            tensor.copy_(torch.where(tensor == before, before, before + update))
-            before.copy_(tensor)
-
-
-class Replay(IterableDataset[Any]):
-    """Yields the batches of one round after the other."""
-
-    def __init__(self, rounds: Sequence[Sequence[Any]]) -> None:
-        self.rounds = iter(rounds)
-        self.length = len(rounds[0])
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(next(self.rounds))
-
-    def __len__(self) -> int:
-        return self.length
-
-
-def trainer(rounds: int, **options: Any) -> L.Trainer:
-    """Return a quiet Trainer on the CPU."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0}
-    return L.Trainer(max_epochs=rounds, accelerator="cpu", **{"devices": 1, **quiet, **options})
-
-
-def federate(
-    case: Case,
-    clients: int = CLIENTS,
-    rounds: int = ROUNDS,
-    wrap: Callable[[Any], Any] = lambda module: module,
-    callbacks: Sequence[L.Callback] = (),
-    resume: Path | None = None,
-    keep: bool = False,
-    nudge: bool = False,
-    **options: Any,
-) -> dict[str, Tensor]:
-    """Train a federation; return the module's state."""
-    torch.manual_seed(0)
-    module = case.module()
-    if nudge:
-        with torch.no_grad():
-            for param in module.parameters():
-                away = torch.full_like(param, math.inf).copysign(torch.randn_like(param))
-                param.copy_(torch.where(param == 0, 0, torch.nextafter(param, away)))
-    samples = case.samples()
-    data = FederatedDataModule(
-        samples, num_clients=clients, batch_size=BATCH, val_size=0, collate_fn=case.collate, seed=0
-    )
-    state = "keep" if keep else "reset"
-    loop = FederatedLoop(seed=0, buffers="average", optimizer_state=state, csv_name=None)
-    made = trainer(rounds, callbacks=[loop, *callbacks], **options)
-    made.fit(wrap(module), datamodule=data, ckpt_path=resume, weights_only=False)
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-
-
-def compared(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
-    """Return ``equal`` or the largest difference."""
-    if all(torch.equal(one[name], other[name]) for name in one):
-        return "equal"
-    differences = (
-        (one[name].double() - other[name].double()).abs().max() for name in one if one[name].numel()
-    )
-    return f"{max(map(float, differences)):.0e}"
-
-
-def one_client(case: Case) -> str:
-    """Compare a federation of one client with plain Lightning training."""
-    recorder = Recorder()
-    federated = federate(case, clients=1, callbacks=[recorder], keep=True)
-
-    def plain(*callbacks: L.Callback) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        module = case.module()
-        batches = DataLoader(Replay(recorder.rounds), batch_size=None)
-        trainer(ROUNDS, callbacks=list(callbacks)).fit(module, batches)
-        return module.state_dict()
-
-    if (how := compared(federated, plain())) == "equal":
-        return how
-    rounded = compared(federated, plain(ServerSum(len(case.samples()))))
-    return f"{how}; {rounded} with the server's sum"
-
-
-def last_bit(case: Case) -> str:
-    """Compare two sequential runs whose initial parameters differ in the last bit."""
-    return compared(federate(case), federate(case, nudge=True))
-
-
-def vectorized(case: Case) -> str:
-    """Compare vectorized with sequential training."""
-    expected = federate(case)
-
-    wrap = partial(VectorizedClients, group_size=CLIENTS, compile=False)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        how = compared(expected, federate(case, wrap=wrap))
-    messages = [str(w.message) for w in seen if "one client after another" in str(w.message)]
-    if not messages:
-        return how
-    return f"{how}; trains sequentially: {messages[0].partition(': ')[2]}"
-
-
-def resumed(case: Case) -> str:
-    """Compare a run that goes on from its first round with the undisturbed one."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "half.ckpt"
-        expected = federate(case, callbacks=[Saver(path)])
-        return compared(expected, federate(case, resume=path))
-
-
-def two_processes(case: Case, name: str) -> str:
-    """Compare two processes with one."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "two.pt"
-        line = [sys.executable, __file__, "--case", name, "--processes", str(path)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            line, capture_output=True, text=True, env=environment, timeout=300, check=False
-        )
-        if done.returncode or not path.exists():
-            raise RuntimeError(done.stderr.strip().splitlines()[-1][:200])
-        return compared(federate(case), torch.load(path, weights_only=True))
-
-
-def in_processes(case: Case, path: Path) -> None:
-    """Train in two processes; the first writes the result."""
-    state = federate(case, devices=2, strategy="client_parallel")
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        torch.save(state, path)
-
-
-def cell(check: Callable[..., str], *case: Any) -> str:
-    """Return what a check says of a case, or what it is refused with."""
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-            warnings.simplefilter("ignore")
-            return check(*case)
-    except Exception as error:  # of many kinds: each is a result
-        words = " ".join(str(error).split()).replace("|", "/")
-        kind = "refused" if type(error).__name__ == "FederationError" else type(error).__name__
-        return f"{kind}: {words.split('. To continue, train the module')[0][:200]}"
-
+# --- optimizers -----------------------------------------------------------------------------------
 
 #: Optimizers of other packages: how they are made from parameter groups.
 OPTIMIZERS = {
@@ -720,11 +513,16 @@ OPTIMIZERS = {
 }
 
 
+#: Names of packages whose modules have another name.
+DISTRIBUTIONS = {"timm.optim": "timm", "pytorch_optimizer": "pytorch-optimizer"}
+
+
 class Optimized(Case):
     """A small network with a scalar, vectors, a matrix and filters, and a given optimizer."""
 
     def __init__(self, package: str, name: str) -> None:
         self.kind: Any = getattr(import_module(package), name)
+        self.packages = [DISTRIBUTIONS.get(package, package)]
 
     def module(self) -> L.LightningModule:
         """Return it, with two parameter groups."""
@@ -745,41 +543,41 @@ class Optimized(Case):
         return TensorDataset(images(8), torch.arange(SAMPLES) % 3)
 
 
-def fresh(case: Case) -> str:
-    """Compare a round with the mean of models that are trained from the start, one by one."""
-    recorder = Recorder()
-    federated = federate(case, rounds=1, callbacks=[recorder])
-    (batches,) = recorder.rounds
-    steps = len(batches) // CLIENTS
-    models = []
-    for client in range(CLIENTS):
-        torch.manual_seed(0)
-        module = case.module()
-        own = Replay([batches[client * steps : (client + 1) * steps]])
-        trainer(1).fit(module, DataLoader(own, batch_size=None))
-        models.append(module.state_dict())
-    mean = {name: torch.stack([m[name] for m in models]).mean(0) for name in federated}
-    return compared(federated, mean)
+# --- the check ------------------------------------------------------------------------------------
 
 
-def try_optimizers() -> Iterator[Sequence[str]]:
-    """Yield the head of a table, and a row for each optimizer."""
-    yield "optimizer", "fresh", "one client", "vectorized", "resume", "last bit"
-    for package, names in OPTIMIZERS.items():
-        for name in names:
-            case = Optimized(package, name)
-            checks = (fresh, one_client, vectorized, resumed, last_bit)
-            yield f"{package}.{name}", *(cell(check, case) for check in checks)
+def checked(case: Case) -> list[str]:
+    """Return what the check says of a case: a cell per column."""
+
+    def make() -> Run:
+        module, samples = case.module(), case.samples()
+        data = FederatedDataModule(
+            samples,
+            num_clients=CLIENTS,
+            batch_size=BATCH,
+            val_size=0,
+            collate_fn=case.collate,
+            seed=0,
+        )
+        return Run(module, data, FederatedLoop(seed=0), trainer={"accelerator": "cpu"})
+
+    return cells(lambda: check_federation(make, rounds=ROUNDS, clients=CLIENTS))
 
 
-def try_cases(names: Sequence[str]) -> Iterator[Sequence[str]]:
+def rows(names: Sequence[str], optimizers: bool) -> Iterator[Sequence[str]]:
     """Yield the head of a table, and a row for each case."""
-    yield "case", "package", "one client", "vectorized", "resume", "two processes", "last bit"
-    for name in names:
-        case = CASES[name]()
+    yield "case", "package", *COLUMNS
+    cases = {name: CASES[name] for name in names}
+    if optimizers:
+        cases = {
+            f"{package}.{name}": partial(Optimized, package, name)
+            for package, kinds in OPTIMIZERS.items()
+            for name in kinds
+        }
+    for name, make in cases.items():
+        case = make()
         packages = ", ".join(f"{package} {release(package)}" for package in case.packages)
-        cells = [cell(check, case) for check in (one_client, vectorized, resumed)]
-        yield name, packages, *cells, cell(two_processes, case, name), cell(last_bit, case)
+        yield name, packages, *checked(case)
 
 
 def release(package: str) -> str:
@@ -791,30 +589,13 @@ def release(package: str) -> str:
 
 
 def main() -> None:
-    """Run the cases and write the table."""
+    """Check the cases and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", action="append", choices=list(CASES), help="only this case")
     parser.add_argument("--markdown", type=Path, help="file of the table")
-    parser.add_argument("--optimizers", action="store_true", help="try optimizers instead")
-    parser.add_argument("--processes", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--optimizers", action="store_true", help="check optimizers instead")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    names = options.case or list(CASES)
-    if options.processes is not None:
-        in_processes(CASES[names[0]](), options.processes)
-        return
-    lines: list[str] = []
-    for cells in try_optimizers() if options.optimizers else try_cases(names):
-        new = [f"| {' | '.join(cells)} |"]
-        if not lines:
-            new.append("|" + "---|" * len(cells))
-        print(*new, sep="\n", flush=True)
-        lines += new
-    if options.markdown is not None:
-        options.markdown.write_text("\n".join(lines) + "\n")
+    write_table(rows(options.case or list(CASES), options.optimizers), options.markdown)
 
 
 if __name__ == "__main__":

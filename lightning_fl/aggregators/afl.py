@@ -13,7 +13,7 @@ from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart, MeanLosses, check_losses
 from lightning_fl.functional.fairness import ascend_mixture, draw_from_mixture
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice, check_number
 from lightning_fl.samplers import AFLSampler
 from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
@@ -82,8 +82,8 @@ class AFL(Aggregator):
     weights: Tensor
     losses: Tensor
     returned: Tensor
-    total: Tensor
-    weight: Tensor
+    total: VectorSum
+    weight: VectorSum
     last: Tensor
     average: Tensor
     count: Tensor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -18,7 +18,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart
 from lightning_fl.functional.randomness import run_seed
-from lightning_fl.functional.summation import all_reduced, empty_sum, merged_sums
+from lightning_fl.functional.summation import VectorSum
 from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class Aggregator(Metric, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("server", torch.zeros(0), persistent=False)
+        #: Sums of :meth:`add_sum` over the clients of this process, by name.
+        self._sums: dict[str, VectorSum] = {}
         #: Mask of the parameters that clients train in the round, ``[num_parameters]``, or None.
         self.trained: Tensor | None = None
         #: Metrics of the round, for rules that return them in :meth:`metrics`.
@@ -181,7 +183,7 @@ class Aggregator(Metric, ABC):
             return None
         return self.compute()
 
-    def add_sum(self, name: str, *shape: int) -> None:
+    def add_sum(self, name: str, length: int) -> None:
         """Declare a sum over clients that is independent of their order and of the processes.
 
         Use ``add_rows`` and ``sum_value`` of :mod:`lightning_fl.functional.summation` to add to the
@@ -189,28 +191,24 @@ class Aggregator(Metric, ABC):
         only.
 
         Args:
-            name: Name of the state.
-            shape: Shape of an addend.
+            name: Name of the attribute.
+            length: Length of an addend.
         """
-        empty = empty_sum((1,) * len(shape), self.device)
-        self.add_state(name, empty, dist_reduce_fx=merged_sums)
-        # The default needs no memory.
-        self._defaults[name] = default = empty.expand(-1, *shape)
-        setattr(self, name, default.clone())
+        self._sums[name] = made = VectorSum(length, self.device)
+        setattr(self, name, made)
 
     def reset(self) -> None:
-        """Reset the states; sums in place, as each takes eight times the memory of its addends."""
-        sums = {
-            name: default
-            for name, default in self._defaults.items()
-            if isinstance(default, Tensor) and 0 in default.stride()  # expanded by add_sum
-        }
-        for name in sums:
-            del self._defaults[name]
+        """Reset the states; sums in place."""
         super().reset()
-        self._defaults.update(sums)
-        for name, default in sums.items():
-            getattr(self, name).copy_(default)
+        vars(self).update(self._sums)
+        for total in self._sums.values():
+            total.reset()
+
+    def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = "") -> nn.Module:
+        made = super()._apply(fn, exclude_state)
+        for total in self._sums.values():
+            total.to(self.device)
+        return made
 
     def add_counts(self, *names: str) -> None:
         """Declare sums of integers, such as counts, over clients: ``[1]`` in float64.
@@ -276,15 +274,16 @@ class Aggregator(Metric, ABC):
         and shape of the lists on other processes. Sums are merged without a copy per process.
         """
         group = process_group or self.process_group
-        reductions = self._reductions
         self._type_empty_lists(group)
-        for name in (name for name, reduce in reductions.items() if reduce is merged_sums):
-            setattr(self, name, all_reduced(getattr(self, name), group))
-        try:
-            self._reductions = {k: v for k, v in reductions.items() if v is not merged_sums}
-            super()._sync_dist(dist_sync_fn, process_group)
-        finally:
-            self._reductions = reductions
+        for name, total in self._sums.items():
+            setattr(self, name, total.all_reduced(group))
+        super()._sync_dist(dist_sync_fn, process_group)
+
+    def unsync(self, should_unsync: bool = True) -> None:
+        """Restore the states of this process after a gathering."""
+        super().unsync(should_unsync)
+        if should_unsync:
+            vars(self).update(self._sums)
 
     def _type_empty_lists(self, group: Any) -> None:
         """Give empty list states the dtype and row shape of the other processes."""

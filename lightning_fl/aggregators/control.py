@@ -11,10 +11,13 @@ from torch import Tensor
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart, MeanLosses, check_losses
-from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
 from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.types import ClientUpdate, FederationError
+
+#: Names of the sums of updates, each weighted by one term.
+TERMS = ("total_of_sizes", "total_of_falls", "total_of_integrals")
 
 
 class FedControl(Aggregator):
@@ -59,9 +62,8 @@ class FedControl(Aggregator):
     #: Minimum ratio between the absolute sum of a term and the sum of its absolute values. Below it
     #: the term is dominated by cancellation. Without negative values only a sum of 0 is too small.
     cancellation = 0.0
-    total: Tensor
-    weight: Tensor
-    absolute: Tensor
+    weight: VectorSum
+    absolute: VectorSum
     ids: list[Tensor] | Tensor
     reports: list[Tensor] | Tensor
     #: State of each client, ``[places, columns]``: the loss of its last round, the integral up to
@@ -88,7 +90,8 @@ class FedControl(Aggregator):
     def allocate(self, server: Tensor) -> None:
         """Declare the weighted sums of the three terms, their weights, and client reports."""
         device = server.device
-        self.add_sum("total", 3, len(server))
+        for term in TERMS:
+            self.add_sum(term, len(server))
         self.add_sum("weight", 3)
         self.add_sum("absolute", 3)
         self.add_lists("ids", "reports")
@@ -108,14 +111,13 @@ class FedControl(Aggregator):
     def update(self, clients: ClientUpdate) -> None:
         """Add updates to the three sums."""
         self.require_extras(clients, loss_before=(), loss_after=())
-        before, after = (
-            clients.extras[name].to(self.total) for name in ("loss_before", "loss_after")
-        )
+        names = ("loss_before", "loss_after")
+        before, after = (clients.extras[name].to(self.known) for name in names)
         known = self._rows(clients.clients)
         fall, integral, rows = self._terms(known, before, after)
-        weights = torch.stack([clients.num_samples.to(self.total), fall, integral])
-        for i, row in enumerate(weights):
-            add_rows(self.total[:, i], clients.delta, row)
+        weights = torch.stack([clients.num_samples.to(self.known), fall, integral])
+        for term, row in zip(TERMS, weights, strict=True):
+            add_rows(getattr(self, term), clients.delta, row)
         add_rows(self.weight, weights.T)
         add_rows(self.absolute, weights.T.abs())
         self.append(ids=clients.clients, reports=rows)
@@ -131,8 +133,8 @@ class FedControl(Aggregator):
 
     def compute(self) -> Tensor:
         """Return the new global model, and store the client reports."""
-        total, weight = sum_value(self.total), sum_value(self.weight)
-        absolute = sum_value(self.absolute)
+        total = torch.stack([sum_value(getattr(self, term)) for term in TERMS])
+        weight, absolute = sum_value(self.weight), sum_value(self.absolute)
         share = total.new_tensor([self.alpha, self.beta, 1 - self.alpha - self.beta])
         self._remember()
         if not weight[0]:

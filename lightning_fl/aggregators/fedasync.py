@@ -7,7 +7,7 @@ from torch import Tensor
 from lightning_fl.aggregators.asynchronous import AsynchronousAggregator
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.staleness import StalenessFunction
-from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_number
 from lightning_fl.types import ClientUpdate, FederationError
 
@@ -52,7 +52,7 @@ class FedAsync(AsynchronousAggregator):
         tensor([2.])
     """
 
-    total: Tensor
+    total: VectorSum
     count: Tensor
 
     def __init__(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice
 from lightning_fl.types import ClientUpdate, FederationError
 
@@ -42,7 +42,7 @@ class FedAvg(Aggregator):
         tensor([1., 2.])
     """
 
-    total: Tensor
+    total: VectorSum
     weight: Tensor
 
     def __init__(
@@ -75,7 +75,7 @@ class FedAvg(Aggregator):
 
     def compute(self) -> Tensor:
         """Return the global model plus the mean update, unchanged if no client returned."""
-        return self._mean().add_(self.server).to(self.server.dtype)
+        return self.total.moved(self.server, self._normalizer())
 
     def _mean(self) -> Tensor:
         """Return the mean update in float64, zeros if no client returned."""

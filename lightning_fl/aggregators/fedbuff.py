@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.asynchronous import AsynchronousAggregator
 from lightning_fl.functional.staleness import StalenessFunction
-from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_number
 from lightning_fl.types import ClientUpdate
 
@@ -53,7 +54,8 @@ class FedBuff(AsynchronousAggregator):
         tensor([1.0000, 1.5000])
     """
 
-    total: Tensor
+    total: VectorSum
+    buffers_total: VectorSum
     count: Tensor
 
     def __init__(
@@ -68,17 +70,24 @@ class FedBuff(AsynchronousAggregator):
         super().__init__(staleness, exponent, slope, delay, max_staleness)
         self.lr = check_number("lr", lr, above=0)
 
+    def allocate(self, server: Tensor) -> None:
+        """Declare the sum of buffers, too; see :meth:`AsynchronousAggregator.allocate`."""
+        super().allocate(server)
+        n = len(server[: self.num_parameters])
+        self.add_sum("total", n)
+        self.add_sum("buffers_total", len(server) - n)
+
     def update(self, clients: ClientUpdate) -> None:
         """Add weighted updates to the sum."""
-        n, weights = len(self.server[: self.num_parameters]), self.weights(clients.clients)
-        add_rows(self.total[:, :n], clients.delta[:, :n], weights)
+        n, weights = self.total.length, self.weights(clients.clients)
+        add_rows(self.total, clients.delta[:, :n], weights)
         if n < len(self.server):
-            add_rows(self.total[:, n:], self.moves(clients)[:, n:], weights)
+            add_rows(self.buffers_total, self.moves(clients)[:, n:], weights)
         self.count += len(weights)
 
     def compute(self) -> Tensor:
         """Return the next version of the global model, unchanged if no client returned."""
-        n = len(self.server[: self.num_parameters])
-        move = sum_value(self.total) / self.count.clamp(min=1)
-        move[:n] *= self.lr
-        return (self.server + move).to(self.server.dtype)
+        count = self.count.clamp(min=1)
+        move = sum_value(self.total) / count * self.lr
+        buffers = sum_value(self.buffers_total) / count
+        return (self.server + torch.cat([move, buffers])).to(self.server.dtype)

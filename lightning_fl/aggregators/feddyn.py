@@ -12,7 +12,7 @@ from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientContext, ClientPart
 from lightning_fl.functional.drift import dynamic_term, next_gradient
-from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice, check_number
 from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
@@ -75,7 +75,7 @@ class FedDyn(Aggregator):
     needs_trained_mask = True
 
     h: Tensor
-    total: Tensor
+    total: VectorSum
     count: Tensor
 
     def __init__(

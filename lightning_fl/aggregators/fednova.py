@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, cast
 
+import torch
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from lightning_fl.aggregators.fedopt import FedOpt
 from lightning_fl.aggregators.local_solver import check_sgd
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.drift import effective_steps
-from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.objectives import ClientModule, Proximal, Term
 from lightning_fl.objectives.terms import settable
 from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
@@ -59,7 +60,8 @@ class FedNova(FedOpt):
         tensor([4.])
     """
 
-    steps: Tensor
+    steps: VectorSum
+    buffers_total: VectorSum
 
     def __init__(
         self,
@@ -107,18 +109,21 @@ class FedNova(FedOpt):
         return super().broadcast(plan)
 
     def allocate(self, server: Tensor) -> None:
-        """Declare the weighted sum of steps, too; see :meth:`FedOpt.allocate`."""
+        """Declare the sums of buffers and of steps, too; see :meth:`FedOpt.allocate`."""
         super().allocate(server)
+        n = len(server[: self.num_parameters])
+        self.add_sum("total", n)
+        self.add_sum("buffers_total", len(server) - n)
         self.add_sum("steps", 1)
 
     def update(self, clients: ClientUpdate) -> None:
         """Add normalized updates to the weighted sum."""
-        steps = self._steps(clients).to(self.total)
-        tau = clients.num_steps.to(self.total) if self._mu else steps  # type: ignore[union-attr]
+        steps = self._steps(clients).to(self.weight)
+        tau = clients.num_steps.to(self.weight) if self._mu else steps  # type: ignore[union-attr]
         weights = self._weights(clients)
-        n = len(self.server[: self.num_parameters])
-        add_rows(self.total[:, :n], clients.delta[:, :n], weights / steps)
-        add_rows(self.total[:, n:], clients.delta[:, n:], weights)
+        n = self.total.length
+        add_rows(self.total, clients.delta[:, :n], weights / steps)
+        add_rows(self.buffers_total, clients.delta[:, n:], weights)
         add_rows(self.steps, (weights * tau)[:, None])
         self.weight += weights.sum()
 
@@ -135,6 +140,5 @@ class FedNova(FedOpt):
     def _mean(self) -> Tensor:
         """Return the normalized average in float64, zeros when nobody returned."""
         weight = self.weight.clamp(min=1)
-        mean = sum_value(self.total) / weight
-        mean[: len(self.server[: self.num_parameters])] *= sum_value(self.steps) / weight
-        return mean
+        mean = sum_value(self.total) / weight * (sum_value(self.steps) / weight)
+        return torch.cat([mean, sum_value(self.buffers_total) / weight])

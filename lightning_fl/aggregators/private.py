@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_fl.aggregators.fedopt import FedOpt
 from lightning_fl.aggregators.privacy_checks import check_monitors, check_run, noise_key
@@ -163,7 +164,8 @@ class DPFedAvg(FedOpt):
         for row in clients.delta[:, :n]:
             # Frozen parameters that the module changes, such as a moving average, are not released.
             short, is_below = clipped_update(row.double() * mask, norm)
-            add_rows(self.total[:, :n], short[None])
+            buffers = clients.delta.shape[1] - n
+            add_rows(self.total, functional.pad(short, (0, buffers))[None])
             self.below += is_below.double() - 0.5
         self.weight += len(clients.delta)
 
@@ -182,7 +184,7 @@ class DPFedAvg(FedOpt):
             noise = noise_beside_a_count(noise, self._count_noise)
         deviation = noise * self._norm
         drawn = torch.randn(len(mask), generator=random, dtype=torch.float64)
-        total = sum_value(self.total[:, : len(mask)])
+        total = sum_value(self.total)[: len(mask)]
         mean = (total + deviation * drawn.to(total.device)) / size
         self.round_metrics = {"clip_norm": self._norm, "noise": deviation / size}
         if self.quantile is not None:

@@ -13,7 +13,7 @@ from lightning_fl.aggregators.local_solver import check_plain_sgd
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart, MeanLosses, check_losses
 from lightning_fl.functional.fairness import fair_weights
-from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_number
 from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
@@ -63,10 +63,10 @@ class QFedAvg(Aggregator):
         tensor([0.3333])
     """
 
-    total: Tensor
-    curvature: Tensor
-    buffers_total: Tensor
-    moments: Tensor
+    total: VectorSum
+    curvature: VectorSum
+    buffers_total: VectorSum
+    moments: VectorSum
     largest: Tensor
     smallest: Tensor
     scale: Tensor
@@ -118,7 +118,7 @@ class QFedAvg(Aggregator):
             )
         self.require_extras(clients, loss_before=())
         losses = clients.extras["loss_before"].to(self.scale)
-        n = self.total.shape[1]
+        n = self.total.length
         delta, ratio = clients.delta[:, :n].double(), self._lr / clients.lr.to(self.scale)
         if not ratio.isfinite().all():
             raise FederationError(

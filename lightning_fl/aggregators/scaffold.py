@@ -13,7 +13,7 @@ from lightning_fl.aggregators.local_solver import check_plain_sgd
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientContext, ClientPart, check_losses
 from lightning_fl.functional.drift import next_control
-from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice, check_number
 from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
@@ -72,8 +72,8 @@ class Scaffold(Aggregator):
     """
 
     control: Tensor
-    total: Tensor
-    change: Tensor
+    total: VectorSum
+    change: VectorSum
     weight: Tensor
 
     def __init__(

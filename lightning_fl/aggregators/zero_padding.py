@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fl.aggregators.adapters import AdapterRule, Ranks
 from lightning_fl.functional.low_rank import product_norms
-from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice
 from lightning_fl.types import ClientUpdate
 
@@ -51,8 +51,8 @@ class ZeroPadding(AdapterRule):
         tensor([1., 1.])
     """
 
-    factors: Tensor
-    norms: Tensor
+    factors: VectorSum
+    norms: VectorSum
 
     def __init__(
         self,

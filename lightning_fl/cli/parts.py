@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_fl.callbacks.report import write_partition
-from lightning_fl.check import STEPS, Run, check_columns
+from lightning_fl.check import STEPS, CheckResult, Run, check_columns
 from lightning_fl.cli import printing
 from lightning_fl.cli.arguments import short_path, with_shipped_configs
 from lightning_fl.cli.federated import FederatedCLI, start
@@ -102,17 +102,16 @@ def split(words: Sequence[str], output: str) -> None:
             print(f"Written to {short_path(path.absolute())}")
 
 
-def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str]) -> None:
-    """Check the federation of a configuration, and print a table.
+def checked(
+    words: Sequence[str], rounds: int, clients: int, columns: Sequence[str]
+) -> Iterator[CheckResult]:
+    """Yield the results of the check of a configuration; see :func:`check_federation`.
 
     Args:
         words: Arguments of ``lightning-fl``, from ``fit`` on.
         rounds: Number of rounds.
         clients: Maximum number of clients per round.
         columns: What to check.
-
-    Raises:
-        SystemExit: With code 1 if a result differs.
     """
 
     def make() -> Run:
@@ -122,9 +121,18 @@ def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str
         return Run(parts.model, parts.data, parts.federation, callbacks, given)
 
     _parts(words)  # mistakes are shown by this process
+    yield from check_columns(make, rounds, clients, columns, STEPS)
+
+
+def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str]) -> None:
+    """Check a configuration, and print a table; see :func:`checked`.
+
+    Raises:
+        SystemExit: With code 1 if a result differs.
+    """
     table = Table("column", "result", "difference", "first client and tensor", "")
     results = []
-    found = check_columns(make, rounds, clients, columns, STEPS)
+    found = checked(words, rounds, clients, columns)
     for result in track(found, "checking", total=len(columns), transient=True):
         where = [] if result.client is None else [f"client {result.client}"]
         where += [] if result.tensor is None else [result.tensor]

@@ -34,8 +34,9 @@ from lightning_fl.functional.randomness import (
     set_rng_state,
 )
 from lightning_fl.hooks import call_hook
-from lightning_fl.runners.optimizer import Options
+from lightning_fl.runners.optimizer import Options, params_of
 from lightning_fl.runners.sequential import SequentialRunner
+from lightning_fl.runners.tensors import is_equal
 from lightning_fl.types import (
     ClientUpdate,
     FederationError,
@@ -122,7 +123,8 @@ class Round:
             fit.begin()
             self.plan = fit.planner.plan()  # which depends on whether clients are vectorized
         fit.runner.check_optimizer(fit.trainer.optimizers[0])
-        self.server = self.start = fit.runner.read()
+        now = fit.runner.read()
+        self.server = self.start = self.before if is_equal(now, self.before) else now
         if not self.plan.round:
             check_finite(type(fit.module).__name__, fit.runner.layout, self.server.vector)
         self.results.counters = self.server.counters
@@ -452,6 +454,8 @@ class Round:
         fit.runner.constants.check()
         self._pass_on_all()
         self._client = None  # which holds an update
+        for param in params_of(fit.runner.optimizer):
+            param.grad = None  # of the last client
         self._merge()
         returned = len(self.plan.cohort) - len(self.results.dropped)
         vector = fit.aggregator.conclude(returned, fit.min_clients)

@@ -15,15 +15,19 @@ numbers. A non-finite addend makes the total of its coordinate NaN.
 
 A sum is a single float64 tensor, ``[BINS + 1, ...]``, and can be the state of a metric: the bins,
 scaled so that the unit of the top bin is 1, and the scale, a power of two. Its memory is
-independent of the number of addends.
+independent of the number of addends. A :class:`VectorSum` has the same value, and keeps few addends
+as they are, which takes less memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_fl.types import FederationError
 
 #: Number of bits per bin. Sums of up to ``2 ** (53 - BITS)`` addends, two million, are exact.
 BITS = 32
@@ -57,14 +61,110 @@ def empty_sum(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Ten
     return total
 
 
-def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None:
+class VectorSum:
+    """Hold a sum of vectors: as its bins, or as the addends as long as they are half as large.
+
+    Bins take eight times the memory of a float32 vector. For few clients, their updates are
+    smaller, and the total is the same, bit for bit.
+
+    Args:
+        length: Length of the vectors.
+        device: Their device.
+    """
+
+    def __init__(self, length: int, device: torch.device | str = "cpu") -> None:
+        self.length, self.device = length, device
+        self._bins: Tensor | None = None
+        #: Rows, their weights, and the version of the rows when they were added.
+        self._waiting: list[tuple[Tensor, Tensor | None, int]] = []
+
+    def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
+        """Add weighted rows, ``[k, P]``, which must not be written to afterwards."""
+        size = sum(waiting.nbytes for waiting, *_ in self._waiting) + rows.nbytes
+        if self._bins is None and size <= (BINS + 1) * 8 * self.length // 2:
+            self._waiting.append((rows, weights, rows._version))
+        else:
+            add_rows(self.bins(), rows, weights)
+
+    def bins(self) -> Tensor:
+        """Return the sum as a tensor, ``[BINS + 1, P]``."""
+        if self._bins is None:
+            self._bins = empty_sum((self.length,), self.device)
+        self._add_waiting(self._bins, slice(None))
+        self._waiting = []
+        return self._bins
+
+    def value(self) -> Tensor:
+        """Return the total in float64, ``[P]``."""
+        value = torch.empty(self.length, dtype=torch.float64, device=self.device)
+        for columns, piece in self._pieces():
+            value[columns] = piece
+        return value
+
+    def moved(self, start: Tensor, divisor: Tensor) -> Tensor:
+        """Return ``start`` plus the total over ``divisor``, rounded once to the dtype of ``start``.
+
+        Args:
+            start: Vector, ``[P]``.
+            divisor: One number.
+        """
+        end = torch.empty_like(start)
+        for columns, piece in self._pieces():
+            end[columns] = piece.div_(divisor).add_(start[columns])
+        return end
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the total in pieces, each with its place."""
+        width = PIECE if torch.device(self.device).type == "cpu" else DEVICE_PIECE
+        for start in range(0, self.length, width):
+            columns = slice(start, min(start + width, self.length))
+            if self._bins is None:
+                bins = empty_sum((columns.stop - start,), self.device)
+                self._add_waiting(bins, columns)
+            else:
+                bins = self._bins[:, columns]
+            yield columns, _value(bins)
+
+    def _add_waiting(self, bins: Tensor, columns: slice) -> None:
+        for rows, weights, version in self._waiting:
+            if rows._version != version:
+                raise FederationError(
+                    "a client update was written to after an aggregator had added it to a sum: pass"
+                    " a copy of it"
+                )
+            add_rows(bins, rows[:, columns], weights)
+
+    def all_reduced(self, group: Any = None) -> VectorSum:
+        """Return the sum over all processes. All processes must call this method.
+
+        Args:
+            group: Process group. None means all processes.
+        """
+        made = VectorSum(self.length, self.device)
+        made._bins = all_reduced(self.bins(), group)
+        return made
+
+    def reset(self) -> None:
+        """Remove all addends; the memory of bins is used again."""
+        self._waiting = []
+        if self._bins is not None:
+            self._bins[:-1], self._bins[-1] = 0, _SCALE_OF_ZERO
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the sum to a device."""
+        self.device = device
+        if self._bins is not None:
+            self._bins = self._bins.to(device)
+
+
+def add_rows(total: Tensor | VectorSum, rows: Tensor, weights: Tensor | None = None) -> None:
     r"""Add :math:`\sum_k w_k x_k` to a sum, in place.
 
     On a CPU only the coordinates that require a shift of bins are shifted. On other devices all
     coordinates are processed in the same way.
 
     Args:
-        total: Sum, ``[BINS + 1, P]``.
+        total: Sum, ``[BINS + 1, P]``, or a :class:`VectorSum`.
         rows: Addends :math:`x`, ``[k, P]``, of any floating-point dtype.
         weights: Weights :math:`w`, ``[k]``. None means weights of 1. Products are rounded to
             float64.
@@ -76,6 +176,9 @@ def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None
         >>> sum_value(total)
         tensor([1.], dtype=torch.float64)
     """
+    if isinstance(total, VectorSum):
+        total.add(rows, weights)
+        return
     if not rows.numel():
         return
     factors = total.new_ones(len(rows)) if weights is None else weights.to(total)
@@ -189,12 +292,14 @@ def all_reduced(total: Tensor, group: Any = None) -> Tensor:
     return torch.cat([bins, total[-1:]])
 
 
-def sum_value(total: Tensor) -> Tensor:
+def sum_value(total: Tensor | VectorSum) -> Tensor:
     """Return the value of a sum in float64, ``[...]``.
 
     Args:
-        total: Sum, ``[BINS + 1, ...]``.
+        total: Sum, ``[BINS + 1, ...]``, or a :class:`VectorSum`.
     """
+    if isinstance(total, VectorSum):
+        return total.value()
     value = torch.empty_like(total[0])
     width = PIECE if total.device.type == "cpu" else DEVICE_PIECE
     flat = total.reshape(BINS + 1, -1)

@@ -245,7 +245,8 @@ class LocalStep(nn.Module):
         hyperparameters: Tensors | None = None,
         randomness: Literal["different", "same"] = "different",
         is_mapped: bool = True,
-    ) -> Outcome:
+        function: Callable[..., Any] | None = None,
+    ) -> Any:
         """Make the step of many clients; the first dimension of every tensor is the client.
 
         Args:
@@ -258,6 +259,7 @@ class LocalStep(nn.Module):
             hyperparameters: Numbers of the policy by name, ``[k]``; None means none.
             randomness: Whether the vectorized step draws different random numbers for each client.
             is_mapped: Whether to use ``vmap``; a graph of one client does not, which is faster.
+            function: Function of a client's tensors to map; None means :meth:`one`.
         """
         shared: dict[str, Any] = {"fixed": fixed, "weight": weight}
         own: dict[str, Any] = {"params": params, "buffers": buffers, "batch": batch}
@@ -267,16 +269,14 @@ class LocalStep(nn.Module):
         if weight is not None:
             own["weight"] = shared.pop("weight")
 
-        def step(client: dict[str, Any]) -> Outcome:
-            return self.one(**shared, **client)
+        def step(client: dict[str, Any]) -> Any:
+            return (function or self.one)(**shared, **client)
 
-        outcome: Outcome
         if not is_mapped:
             outcome = step(tree_map(lambda t: t.squeeze(0) if isinstance(t, Tensor) else t, own))
-            return tree_map(lambda t: t.unsqueeze(0), outcome)  # type: ignore[no-any-return]
+            return tree_map(lambda t: t.unsqueeze(0), outcome)
         in_dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, own)
-        outcome = vmap(step, in_dims=(in_dims,), randomness=randomness)(own)
-        return outcome
+        return vmap(step, in_dims=(in_dims,), randomness=randomness)(own)
 
     def by_itself(self, fixed: Tensors, batch: Any) -> tuple[Outcome, Tensors]:
         """Make the step on the module's own tensors, as in sequential training.
@@ -298,12 +298,20 @@ class LocalStep(nn.Module):
         return Outcome(loss.detach(), task_loss.detach(), logs, recorded, {}), grads
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
-        """Return the gradients of the sum of losses and the step's outcome; see :meth:`many`."""
-        wanted = {name: param for name, param in params.items() if param.requires_grad}
+        """Return the gradients of each client's loss and the step's outcome; see :meth:`many`.
 
-        def total(wanted: Tensors) -> tuple[Tensor, Outcome]:
-            outcome = self.many({**params, **wanted}, *tensors, **how)
-            return outcome.loss.sum(), outcome
+        The gradient is taken within ``vmap``, where products have the memory layout of the weights.
+        """
+        trained = [name for name, param in params.items() if param.requires_grad]
 
-        grads, outcome = torch.func.grad(total, has_aux=True)(wanted)
-        return grads, outcome
+        def gradient(params: Tensors, **own: Any) -> tuple[Tensors, Outcome]:
+            def loss(wanted: Tensors) -> tuple[Tensor, Outcome]:
+                outcome = self.one({**params, **wanted}, **own)
+                return outcome.loss, outcome
+
+            found: tuple[Tensors, Outcome]
+            found = torch.func.grad(loss, has_aux=True)({name: params[name] for name in trained})
+            return found
+
+        found: tuple[Tensors, Outcome] = self.many(params, *tensors, **how, function=gradient)
+        return found

@@ -6,11 +6,13 @@ import torch
 
 import lightning_fl.functional.summation as summation
 from lightning_fl.functional.summation import (
+    VectorSum,
     add_rows,
     empty_sum,
     merged_sums,
     sum_value,
 )
+from lightning_fl.types import FederationError
 
 
 def addends(count=24, size=40, seed=0):
@@ -153,3 +155,47 @@ def test_a_sum_of_zero_keeps_the_window_of_its_addends():
     add_rows(total, rows[:2])
     add_rows(total, rows[2:])
     assert sum_value(total).tolist() == sum_value(total_of(rows)).tolist() == [0, 1]
+
+
+# --- sums that keep few addends as they are -------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 24])
+def test_few_addends_have_the_same_total_as_bins(count):
+    rows, weights = addends()[:count], torch.arange(1.0, count + 1)
+    total = VectorSum(40)
+    for i in range(0, count, 2):
+        add_rows(total, rows[i : i + 2], weights[i : i + 2])
+    expected = sum_value(total_of(addends()[:count], weights))
+    assert torch.equal(sum_value(total), expected)
+    start, divisor = torch.randn(40), torch.tensor([3])
+    assert torch.equal(total.moved(start, divisor), (start + expected / divisor).float())
+    assert torch.equal(sum_value(total.bins()), expected)
+    total.reset()
+    assert not sum_value(total).any()
+
+
+def test_addends_are_kept_up_to_half_the_size_of_the_bins(monkeypatch):
+    made = []
+    empty = summation.empty_sum
+    monkeypatch.setattr(
+        summation, "empty_sum", lambda shape, *where: made.append(shape) or empty(shape, *where)
+    )
+    total = VectorSum(40)
+    for _ in range(4):
+        add_rows(total, torch.ones(1, 40))
+    assert not made
+    add_rows(total, torch.ones(1, 40))
+    assert made == [(40,)]
+    total.reset()
+    add_rows(total, torch.ones(9, 40))
+    assert made == [(40,)]  # their memory is used again
+    assert sum_value(total).tolist() == [9] * 40
+
+
+def test_an_update_that_is_written_to_is_refused():
+    total, rows = VectorSum(3), torch.ones(1, 3)
+    add_rows(total, rows)
+    rows.zero_()
+    with pytest.raises(FederationError, match="pass a copy"):
+        sum_value(total)
