@@ -6,6 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,6 +205,14 @@ class Aggregator(Metric, ABC):
         for total in self._sums.values():
             total.reset()
 
+    def release(self) -> None:
+        """Free the sums and the model of the round; called when the model is in use."""
+        for part in self.modules():
+            if isinstance(part, Aggregator):
+                part._computed = None
+                for total in part._sums.values():
+                    total.reset()
+
     def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = "") -> nn.Module:
         made = super()._apply(fn, exclude_state)
         for total in self._sums.values():
@@ -303,15 +312,17 @@ class Aggregator(Metric, ABC):
         """Handle a round with too few client updates, for example to count rounds."""
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        value = super()._wrap_compute(compute)
+        # torchmetrics would copy a tensor, and squeeze one of shape [1] to a scalar.
+        value = super()._wrap_compute(wraps(compute)(lambda: _Model(compute())))
 
+        @wraps(compute)
         def wrapped() -> Tensor:
             with ExitStack() as stack:
                 if not self.update_called:  # a process may have no clients
                     stack.enter_context(warnings.catch_warnings())
                     warnings.filterwarnings("ignore", ".* was called before the ``update`` method")
-                server: Tensor = value()
-            return server.reshape(-1)  # torchmetrics squeezes shape [1] to a scalar.
+                made: _Model = value()
+            return made.vector
 
         return wrapped
 
@@ -387,6 +398,13 @@ class Aggregator(Metric, ABC):
             clients: Client indices, ``[k]``.
         """
         return torch.zeros(len(clients), dtype=torch.int64)
+
+
+class _Model:
+    """Hold the result of ``compute``."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self.vector = vector
 
 
 def _never() -> bool:

@@ -28,6 +28,7 @@ from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.federation.loss_scale import scaler_of
 from lightning_fl.federation.measures import evaluating
 from lightning_fl.federation.processes import processes_of
+from lightning_fl.federation.results import is_finite
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import replaced
@@ -210,7 +211,7 @@ def check_finite(name: str, layout: VectorLayout, vector: Tensor) -> None:
         FederationError: If a parameter holds infinities or NaN, so that no update would be usable.
     """
     parameters = vector[None, : layout.num_parameters]
-    if parameters.isfinite().all():
+    if is_finite(parameters, {}).all():
         return
     parts = layout.split(parameters).items()
     wrong = next(name for name, part in parts if not part.isfinite().all())

@@ -36,7 +36,6 @@ from lightning_fl.functional.randomness import (
 from lightning_fl.hooks import call_hook
 from lightning_fl.runners.optimizer import Options, params_of
 from lightning_fl.runners.sequential import SequentialRunner
-from lightning_fl.runners.tensors import is_equal
 from lightning_fl.types import (
     ClientUpdate,
     FederationError,
@@ -124,7 +123,7 @@ class Round:
             self.plan = fit.planner.plan()  # which depends on whether clients are vectorized
         fit.runner.check_optimizer(fit.trainer.optimizers[0])
         now = fit.runner.read()
-        self.server = self.start = self.before if is_equal(now, self.before) else now
+        self.server = self.start = self.before if all(map(torch.equal, now, self.before)) else now
         if not self.plan.round:
             check_finite(type(fit.module).__name__, fit.runner.layout, self.server.vector)
         self.results.counters = self.server.counters
@@ -467,6 +466,7 @@ class Round:
         self.traffic.note_moved(self.server.vector, server.vector)
         scale = median_state(self.results.scales.values()) or self._scale
         self._leave_clients(server, self.results.schedule, scale)
+        fit.aggregator.release()
         fit.runner.optimizer_state.set_options(self._by_rounds)
         is_first = vector is not None and fit.runner.fit_to_average(returned)
         if is_first and fit.options.buffers is None:

@@ -257,18 +257,27 @@ class VectorizedClients(LightningModule):
             out_of_step = "clients change from phase to phase in different local steps"
             self.train_one_by_one(out_of_step, is_choice=True)
             return
-        check = VectorizedCheck(runner.tensors, self.stack, runner.optimizer, batches)
+
+        def compiles(flops: float) -> bool:
+            if self.compiled != "auto":
+                return bool(self.compiled)
+            is_long = compiling_pays(flops * scale, steps(), device)
+            return is_long and (not is_alone or type(runner.optimizer) is torch.optim.SGD)
+
+        check = VectorizedCheck(
+            runner.tensors,
+            self.stack,
+            runner.optimizer,
+            batches,
+            is_wanted=lambda flops: not is_alone or compiles(flops),
+        )
         if is_checked and client_bytes(self.module, self.constants) > MAX_BYTES:
             rank_zero_info(f"{type(self.module).__name__} is too large to check vectorized steps")
         elif is_checked and (why := check.why_not()):
             self.train_one_by_one(why)
             return
         runner.is_linear = check.is_linear
-        compiles = self.compiled
-        if compiles == "auto":
-            is_short = not compiling_pays(check.flops * scale, steps(), device)
-            compiles = not is_short and (not is_alone or type(runner.optimizer) is torch.optim.SGD)
-        if compiles:
+        if compiles(check.flops):
             runner.vectorized.compile()
         elif is_alone:
             faster = "on a CPU, this is faster for networks with convolutions"

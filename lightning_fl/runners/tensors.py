@@ -220,9 +220,15 @@ def scattered(values: Tensor, rows: Tensor, count: int) -> Tensor:
     return values.new_zeros(count, *values.shape[1:]).index_copy_(0, placed(rows, values), values)
 
 
-def is_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Return whether tensors are equal bit for bit, NaN included."""
+def is_equal(one: Sequence[Tensor], other: Sequence[Tensor], rtol: float = 0.0) -> bool:
+    """Return whether tensors are equal bit for bit or up to rounding, NaN included.
+
+    Args:
+        one: Tensors.
+        other: Tensors to compare with.
+        rtol: Largest relative difference. A hundredth of it is the largest absolute difference.
+    """
     return len(one) == len(other) and all(
-        torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        torch.equal(a, b) or torch.allclose(a, b, rtol=rtol, atol=rtol / 100, equal_nan=True)
         for a, b in zip(one, other, strict=True)
     )

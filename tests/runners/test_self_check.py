@@ -332,7 +332,16 @@ def test_the_check_changes_nothing(train, flat, tiny, ragged, depends):
     assert run(False) == checked
 
 
-@pytest.mark.parametrize(("group_size", "steps", "extra"), [(None, 4 * 3, 2), (4, 3, 5)])
+class Images(nn.Sequential):
+    def __init__(self):
+        layers = nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(4, 3)
+        super().__init__(*layers)
+
+
+# With "auto", networks with 2-d convolutions train one after another, after a step for its size.
+@pytest.mark.parametrize(
+    ("group_size", "steps", "extra"), [(None, 4 * 3, 2), (4, 3, 5), ("auto", 4 * 3, 3)]
+)
 def test_training_step_is_called_once_per_local_step_and_for_the_check(
     train, tiny, data, group_size, steps, extra
 ):
@@ -347,7 +356,8 @@ def test_training_step_is_called_once_per_local_step_and_for_the_check(
     for check in (True, False):
         calls.clear()
         options = {"federation": {**four, "check": check}, "datamodule": data(num_clients=4)}
-        train(tiny(Counts), group_size, rounds=2, **options)
+        net = Images if group_size == "auto" else None
+        train(tiny(Counts, net=net), group_size, rounds=2, **options)
         assert len(calls) == 2 * steps + extra * check
 
 
