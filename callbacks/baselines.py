@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from lightning_fl.aggregators import NeuronMatching
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.compare import compare
-from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.files import error_context
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
@@ -161,7 +160,7 @@ class MatchingBaselines(Callback):
                 for _ in range(self.epochs):
                     order = torch.randperm(len(x), generator=random).to(x.device)
                     for index in order.split(self.batch_size):
-                        with precision.val_step_context(), without_scale(trainer):
+                        with precision.val_step_context():
                             loss = cross_entropy(student(x[index]), wanted[index])
                         optimizer.zero_grad()
                         loss.backward()

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_fl.callbacks.federated_loop import FederatedLoop
-from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.measures import evaluate, on_device
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.hooks import call_hook
@@ -197,7 +196,7 @@ class ClientScores:
         trainer = self._trainer
         self._runner.optimizer.zero_grad()
         self._step.batch_idx = step
-        with trainer.precision_plugin.train_step_context(), without_scale(trainer):
+        with trainer.precision_plugin.train_step_context():
             out: Any = self._step(batch)
         loss: Tensor | None = out.get("loss") if isinstance(out, Mapping) else out
         if loss is None:  # the module skips the step

@@ -191,24 +191,8 @@ with `VectorizedClients`.
 
 ## Precision
 
-With `precision="16-mixed"`, Lightning's gradient scaler multiplies the loss by a scale, skips a
-step whose gradients are not finite, and then lowers the scale:
-
-- Every client of a round starts from the same scale, so that the order of clients does not matter.
-  The next round starts from the scale of the median client, that is, from the middle of the scales
-  after training, sorted by size. Of two middle scales, it is the higher one. Clients whose update
-  is lost (dropped out, crashed, late) do not count. With a single client, this is the scale of
-  ordinary training.
-- An update is dropped as non-finite if all steps of its client were skipped. With a few local steps
-  per round, this may happen to all clients in the first rounds, until the scale is low enough. To
-  begin with a lower scale, pass
-  `plugins=MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cuda", init_scale=1024))`.
-- The scale is a part of checkpoints and is the same on any number of processes.
-- `VectorizedClients` refuses it: non-finite gradients of one client would skip the steps of all
-  clients that train at once. Use `bf16-mixed`.
-
-`bf16-mixed`, `bf16-true`, `16-true` and `64-true` have no scale, and are supported with
-`VectorizedClients`, too.
+`bf16-mixed`, `bf16-true`, `16-true`, `32-true` and `64-true` are supported. `16-mixed` is refused,
+because its gradient scaler would carry the loss scale of one client to the next: use `bf16-mixed`.
 
 ## Callbacks
 

@@ -135,8 +135,8 @@ class ClientParallelStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make a local step; in an idle process its loss is zero.
 
-        The gradients of that loss are zero instead of missing, since a gradient scaler needs one,
-        and hooks of the module may read all of them.
+        The gradients of that loss are zero instead of missing, since hooks of the module may read
+        all of them.
         """
         if not self.is_idle:
             return super().training_step(*args, **kwargs)

@@ -18,7 +18,6 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -298,18 +297,6 @@ def frozen(module):
     return module
 
 
-class Overflowing(Foreign):
-    """Gradients that are not finite for some batches, and the loss scale that follows."""
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) / (batch[1][0] != 1)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("loss_scale", self.trainer.precision_plugin.scaler.get_scale(), batch_size=1)
-
-    test_step = validation_step
-
-
 class Late(Foreign):
     """Hooks at the start of the fit write values that differ between processes."""
 
@@ -324,10 +311,6 @@ class Late(Foreign):
         with torch.no_grad():
             self.net[0].bias.fill_(0.2 + self.trainer.global_rank)
         self.net[1].running_mean = self.net[1].running_mean + 1.0
-
-
-def scaled():
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=2))
 
 
 #: A BatchNorm layer and the last one stay with a client, which trains these and then the others.
@@ -480,11 +463,6 @@ CASES = {
         {},
     ),
     "started by hooks": lambda: (Late(), PARTLY_LOCAL, {"drop_last": True}),
-    "loss scale": lambda: (
-        Overflowing(dropout=0.0, metric=False),
-        {"policy": Uneven(), "clients_per_round": 5, "plugins": [scaled()]},
-        {},
-    ),
     "vectorized, fixed groups": lambda: (
         vectorized(Foreign(dropout=0.0, optimizer=sgd, metric=False), fixed_groups=True),
         {"policy": Uneven(), "aggregator": FedAdam()},

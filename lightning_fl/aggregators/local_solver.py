@@ -51,11 +51,6 @@ def check_sgd(name: str, federation: Federation) -> float:
             f"{name} needs a learning rate that is constant in a round, and a scheduler has"
             ' interval="step": set interval="epoch", which counts rounds'
         )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise FederationError(
-            f"{name} cannot be combined with precision={trainer.precision!r}, which skips steps"
-            " whose gradients overflow: set precision='bf16-mixed' or '32-true'"
-        )
     if federation.optimizer_state == "keep" and groups[0]["momentum"]:
         raise FederationError(
             f"{name} needs a momentum that starts at 0 in every round: set optimizer_state='reset'"

@@ -60,12 +60,6 @@ def _check_training(name: str, trainer: Trainer) -> None:
             " client with the most steps, so one client's size would set the learning rate of all."
             ' Set interval="epoch", which counts rounds'
         )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise FederationError(
-            f"{name} is incompatible with precision={trainer.precision!r}: its loss scale is"
-            " shared, so one client's gradients would change the steps of others. Set"
-            " precision='bf16-mixed' or '32-true'"
-        )
 
 
 def check_monitors(name: str, federation: Federation, of_clients: Collection[str]) -> None:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from lightning_fl.federation.dropped import list_clients
 from lightning_fl.federation.layout import VectorLayout
-from lightning_fl.federation.loss_scale import scaler_of
 from lightning_fl.federation.measures import evaluating
 from lightning_fl.federation.processes import processes_of
 from lightning_fl.federation.results import is_finite
@@ -309,13 +308,10 @@ def check_trainer(trainer: Trainer, vectorized: bool) -> None:
             " which is not supported with VectorizedClients: set strategy='client_parallel', or"
             " remove VectorizedClients"
         )
-    if vectorized and scaler_of(trainer) is not None:
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise FederationError(
-            f"Trainer(precision={trainer.precision!r}) is not supported with VectorizedClients,"
-            " because clients that train at once would share a loss scale: non-finite gradients of"
-            " one client would skip the steps of the others. Set precision='bf16-mixed' or"
-            " '32-true', or pass the module itself to Trainer.fit instead of"
-            " VectorizedClients(module)"
+            f"Trainer(precision={trainer.precision!r}) is not supported, because the loss scale of"
+            " one client would reach the next: set precision='bf16-mixed' or '32-true'"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
         check_package(callback, Callback)

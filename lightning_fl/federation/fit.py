@@ -31,7 +31,6 @@ from lightning_fl.federation.checks import (
 )
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.dropped import DropWarnings
-from lightning_fl.federation.loss_scale import LossScale
 from lightning_fl.federation.measures import Measures, evaluating, on_device
 from lightning_fl.federation.memory import ClientMemory
 from lightning_fl.federation.plan import Planner
@@ -237,7 +236,6 @@ class Fit:
         #: Client-side work of the aggregator in addition to training.
         self.parts = self.aggregator.client_parts()
         self.schedulers = Schedulers(self.trainer, self.runner.optimizer_state)
-        self.loss_scale = LossScale(self.trainer)
         if self.schedulers.are_stepwise and self.planner.is_drawn:
             plan = self.planner.plan()
             most = int(plan.num_steps.max())

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 
-from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.processes import Processes
 from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
 from lightning_fl.runners.base import ClientRunner
@@ -185,7 +184,7 @@ class Measures:
         precision = self._trainer.precision_plugin
         with evaluating(module), torch.enable_grad(), seeded_rng(seed, module.device):
             for batch in batches:
-                with precision.val_step_context(), without_scale(self._trainer):
+                with precision.val_step_context():
                     losses = module.federated_losses(on_device(self._trainer, batch))
                 grads = gradients_of(losses.sum(), runner.shared)
                 parts = (grads.get(n, torch.zeros_like(p)) for n, p in runner.shared.items())

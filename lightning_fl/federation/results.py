@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.loss_scale import ScaleState
 from lightning_fl.runners.tensors import as_real, is_floating
 
 
@@ -24,7 +23,6 @@ class Results:
         dropped: Causes of dropped updates by client id.
         losses: Loss of the model at the start of the round, reported by clients, by client id.
         rates: Mean learning rate over the local steps, by client id.
-        scales: State of the gradient scaler after training, by id of the clients that returned.
         num_samples: Total number of training samples of the clients with a used update.
         most_steps: Maximum number of local steps of a client.
         optimizer_steps: Optimizer steps of that client; fewer if it has skipped steps.
@@ -35,7 +33,6 @@ class Results:
     dropped: dict[int, str] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
-    scales: dict[int, ScaleState] = field(default_factory=dict)
     num_samples: int = 0
     most_steps: int = 0
     optimizer_steps: int = 0
@@ -56,7 +53,6 @@ class Results:
             dict(sorted(item for each in every for item in each.dropped.items())),
             {client: loss for each in every for client, loss in each.losses.items()},
             {client: rate for each in every for client, rate in each.rates.items()},
-            {client: scale for each in every for client, scale in each.scales.items()},
             sum(each.num_samples for each in every),
             longest.most_steps,
             longest.optimizer_steps,

@@ -22,7 +22,6 @@ from lightning_fl.federation.dropped import (
 from lightning_fl.federation.exchange import ClientContext
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.logs import ClientLogs
-from lightning_fl.federation.loss_scale import ScaleState, median_state
 from lightning_fl.federation.results import Results, is_finite, weights_and_losses
 from lightning_fl.federation.table import COLUMNS
 from lightning_fl.federation.traffic import Traffic
@@ -78,7 +77,6 @@ class Round:
         fit.progress.table.begin(fit.trainer.callback_metrics)
         #: State before any hook of the round, restored if the round is abandoned.
         self.before, self.schedule_before = fit.runner.read(), fit.schedulers.read()
-        self.scale_before = self._scale = fit.loss_scale.read()
         #: Model state of the server, and the state from which the clients in training started.
         self.server = self.start = self.before
         self.results = Results(self.before.counters, self.schedule_before)
@@ -128,7 +126,6 @@ class Round:
             check_finite(type(fit.module).__name__, fit.runner.layout, self.server.vector)
         self.results.counters = self.server.counters
         self._schedule = self.results.schedule = fit.schedulers.read()
-        self._scale = fit.loss_scale.read()
         self.rng = rng_state(fit.module.device)
         #: Mask of the trained parameters, ``[num_parameters]``; None means all.
         self.trained = fit.runner.trained_mask()
@@ -190,7 +187,6 @@ class Round:
         self.start = ServerState(fit.aggregator.models_for(clients), self.server.counters)
         # Before the optimizer state of the client, which takes precedence.
         fit.schedulers.write(self._schedule)
-        fit.loss_scale.write(self._scale)
         kept = [fit.memory.of_runner(client) for client in clients.tolist()]
         fit.runner.load(self.start, kept, [fit.lr(self.plan, row) for row in rows])
         fit.runner.start_phases(fit.planner.phase_ends(clients, self.plan.num_steps[rows]))
@@ -377,11 +373,6 @@ class Round:
         check_causes(dropped, clients.tolist(), COLUMNS)
         beside = {**sent.extras, **fit.runner.local_parameters()}
         finite = is_finite(delta, beside)
-        if not dropped and (scale := fit.loss_scale.read()) is not None:  # of a single client
-            self.results.scales[int(clients)] = scale
-            # Without a step, parameters are finite though all gradients are not.
-            assert sent.num_steps is not None
-            finite &= not fit.loss_scale.skipped_all(self._scale, int(sent.num_steps))
         for client in clients[~finite].tolist():
             dropped.setdefault(client, "non_finite")
         if not finite.all() and not fit.warnings.non_finite:
@@ -464,8 +455,7 @@ class Round:
         else:
             server = ServerState(vector.view_as(self.server.vector), self.results.counters)
         self.traffic.note_moved(self.server.vector, server.vector)
-        scale = median_state(self.results.scales.values()) or self._scale
-        self._leave_clients(server, self.results.schedule, scale)
+        self._leave_clients(server, self.results.schedule)
         fit.aggregator.release()
         fit.runner.optimizer_state.set_options(self._by_rounds)
         is_first = vector is not None and fit.runner.fit_to_average(returned)
@@ -492,9 +482,8 @@ class Round:
         self.traffic.extra_up = max(extra for _, _, extra in every)  # a process may have no client
         self.results = Results.merged([results for results, _, _ in every], device)
 
-    def _leave_clients(self, server: ServerState, schedule: Any, scale: ScaleState | None) -> None:
+    def _leave_clients(self, server: ServerState, schedule: Any) -> None:
         self.fit.schedulers.write(schedule)
-        self.fit.loss_scale.write(scale)
         self.fit.runner.write(server)
         set_rng_state(self.rng)
 
@@ -509,7 +498,7 @@ class Round:
             self.fit.runner.adopt()
         rule.reset()
         rule.load_client_network()
-        self._leave_clients(self.before, self.schedule_before, self.scale_before)
+        self._leave_clients(self.before, self.schedule_before)
         rule.load_global_network()
         self.fit.memory.store.discard()
         self.is_abandoned = True

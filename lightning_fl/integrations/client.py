@@ -19,7 +19,6 @@ from lightning_fl.datamodules import FederatedDataModule, FromClients
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart
 from lightning_fl.federation.frozen import digest
-from lightning_fl.federation.loss_scale import ScaleState
 from lightning_fl.federation.results import Results
 from lightning_fl.federation.resume import load_unsaved, unsaved_values
 from lightning_fl.federation.run_options import RunOptions
@@ -168,7 +167,6 @@ class RemoteClient:
             results.rates[at],
             results.losses.get(at, math.nan),
             results.dropped.get(at),
-            *results.scales.get(at, ()),
         )
         return reply, dict(loop.store.get(at))
 
@@ -342,8 +340,6 @@ class OneClient(FederatedLoop):
                     " repeated in every round of a remote client: change it in the constructor or"
                     " in on_fit_start"
                 )
-        if self._task.loss_scale:
-            self.fit.loss_scale.write(ScaleState(self._task.loss_scale, self._task.scale_steps))
         super().on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -45,8 +45,6 @@ class Task:
             own optimizer.
         broadcast: Tensors of ``Aggregator.broadcast``.
         version: Version of this package on the server; empty if it is older than this entry.
-        loss_scale: Loss scale of 16-bit mixed precision; 0 if the server knows none.
-        scale_steps: Number of steps since the loss scale changed.
     """
 
     run: str
@@ -66,8 +64,6 @@ class Task:
     values: Mapping[str, float] = field(default_factory=dict)
     broadcast: Mapping[str, Tensor] = field(default_factory=dict)
     version: str = ""
-    loss_scale: float = 0.0
-    scale_steps: int = 0
 
 
 #: Mappings from names to tensors of a task.
@@ -210,8 +206,6 @@ class Reply:
         lr: Mean learning rate over the local steps.
         loss: Loss of the received model in the first local step.
         dropped: Why there is no usable update; None if there is one.
-        loss_scale: Loss scale of 16-bit mixed precision after training; 0 without one.
-        scale_steps: Number of steps since the loss scale changed.
     """
 
     delta: Tensor
@@ -221,9 +215,7 @@ class Reply:
     lr: float
     loss: float
     dropped: str | None = None
-    loss_scale: float = 0.0
-    scale_steps: int = 0
 
 
 #: Numbers of a reply.
-NUMBERS = ("num_samples", "lr", "loss", "loss_scale", "scale_steps")
+NUMBERS = ("num_samples", "lr", "loss")

@@ -412,8 +412,6 @@ def unpack_reply(content: RecordDict) -> tuple[int, Reply]:
         float(numbers["lr"]),
         float(numbers["loss"]),
         about["dropped"] or None,
-        float(numbers["loss_scale"]),
-        int(numbers["scale_steps"]),
     )
     return int(about["client"]), reply
 

@@ -223,8 +223,6 @@ def unpack_reply(about: Mapping[str, Any], params: Mapping[str, Any]) -> Reply:
         float(about["lr"]),
         float(about["loss"]),
         about["dropped"],
-        float(about["loss_scale"]),
-        int(about["scale_steps"]),
     )
 
 

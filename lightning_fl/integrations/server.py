@@ -33,7 +33,6 @@ from lightning_fl.federation.dropped import (
     describe_losses,
 )
 from lightning_fl.federation.frozen import digest
-from lightning_fl.federation.loss_scale import ScaleState, median_state
 from lightning_fl.federation.plan import draw_clients, draw_values
 from lightning_fl.federation.results import is_finite, weights_and_losses
 from lightning_fl.federation.resume import changes, load_unsaved, unsaved_values
@@ -133,8 +132,6 @@ class RemoteServer:
         self.round = 0
         #: Round of the last used update of each client.
         self.last: dict[int, int] = {}
-        #: Loss scale of 16-bit mixed precision; None before the first round, and without one.
-        self.loss_scale: ScaleState | None = None
         self.num_samples = self.batches_per_epoch = torch.zeros(0, dtype=torch.int64)
         self._plan: RoundPlan | None = None
 
@@ -231,8 +228,6 @@ class RemoteServer:
         It also converts the module to the precision of the clients. Nothing is trained.
         """
         options = {name: self.trainer[name] for name in OF_MODULE & self.trainer.keys()}
-        if options.get("precision") in ("16-mixed", 16, "16"):  # which a CPU does not have
-            del options["precision"]
         trainer = trainer_of(options | {"accelerator": "cpu"}, StopAtOnce(), self.num_rounds or 1)
         check_module(self.module)
         # Lightning warns of a validation_step without a loader, and of a loader without one.
@@ -275,8 +270,6 @@ class RemoteServer:
             "broadcast": broadcast,
             "version": __version__,
         }
-        if self.loss_scale is not None:
-            same |= {"loss_scale": self.loss_scale.scale, "scale_steps": self.loss_scale.steps}
         for row, client in enumerate(plan.cohort.tolist()):
             if models.stride(0):  # each client starts from a model of its own
                 self.runner.write(ServerState(models[row], start.counters))
@@ -332,10 +325,6 @@ class RemoteServer:
             )
         if dropped:
             rank_zero_warn(describe_losses(self.round + 1, len(sampled), dropped))
-        used = [replies[client] for client in losses]
-        scales = [ScaleState(reply.loss_scale, reply.scale_steps) for reply in used]
-        known = [scale for scale in scales if 0 < scale.scale < math.inf]
-        self.loss_scale = median_state(known) or self.loss_scale
         returned = len(losses)
         vector = self.rule.conclude(returned, self.options.min_clients)
         if vector is not None:
@@ -412,7 +401,6 @@ class RemoteServer:
             "run": self.run,
             "round": self.round,
             "last": self.last,
-            "loss_scale": self.loss_scale and tuple(self.loss_scale),
             "model": self.module.state_dict(),
             "unsaved": unsaved_values(self.module),
             "aggregator": self.rule.state_dict(),
@@ -440,7 +428,6 @@ class RemoteServer:
         self.rule.load_state_dict(state["aggregator"])
         self.policy.load_state_dict(state["policy"])
         self.run, self.round, self.last = state["run"], state["round"], dict(state["last"])
-        self.loss_scale = state["loss_scale"] and ScaleState(*state["loss_scale"])
 
     def read(self, file: Path) -> bool:
         """Restore the state that :meth:`write` has written, after :meth:`begin`.

@@ -10,7 +10,6 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.processes import processes_of
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.objectives.local_network import trained_parameters
@@ -128,8 +127,7 @@ class PerFedAvg(ClientModule):
             buffers = {n: b.clone() for n, b in self.net.named_buffers(prefix="net")}
             return self.federated_loss(batch, {**params, **buffers})
 
-        with without_scale(self._trainer):
-            gradient: dict[str, Tensor] = torch.func.grad(loss)(dict(params))
+        gradient: dict[str, Tensor] = torch.func.grad(loss)(dict(params))
         return gradient
 
     def federated_personalize(self, batches: Iterable[Any]) -> bool:

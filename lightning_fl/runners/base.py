@@ -393,14 +393,11 @@ class ClientRunner(ABC):
         Gradients of parameters that clients do not train in this step are removed.
         """
         params = self.client_parameters()
-        # Set by a gradient scaler for a fused optimizer, which itself divides the gradients by it.
-        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
         for term in self.gradient_terms:
             for name, value in term(params).items():
                 param = self._trained_tensor(name)
                 if param.requires_grad:
                     value = value.reshape(param.shape).to(param.dtype)
-                    value = value if scale is None else value * scale
                     param.grad = value.clone() if param.grad is None else param.grad.add_(value)
         self.hold_gradients()
 

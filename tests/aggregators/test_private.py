@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.plugins import MixedPrecision
 from scipy import stats
 
 from lightning_fl import ClientModule, VectorizedClients
@@ -358,9 +357,6 @@ def test_what_one_client_could_pass_to_the_others_is_refused(simulate, fit, fore
         fit(Stepwise().double(), FederatedLoop(aggregator=DPFedAvg(), seed=3))
     with pytest.raises(FederationError, match="on_client_error='raise': an error would"):
         simulate(aggregator=DPFedAvg(), on_client_error="raise")
-    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    with pytest.raises(FederationError, match="its loss scale is shared"):
-        simulate(aggregator=DPFedAvg(), plugins=[scaled])
     for monitor in ("train_loss", "federation/num_samples"):
         with pytest.raises(FederationError, match=f"EarlyStopping monitors '{monitor}'"):
             simulate(EarlyStopping(monitor), aggregator=DPFedAvg())

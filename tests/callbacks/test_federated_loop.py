@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     ModelCheckpoint,
 )
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -1230,10 +1231,14 @@ def test_options_out_of_range_are_refused(options, message):
         FederatedLoop(**options)
 
 
+SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"accumulate_grad_batches": 2}, r"Trainer\(accumulate_grad_batches=2\) is not"),
+        ({"plugins": SCALED}, "16-mixed.* is not supported.*bf16-mixed"),
         ({"limit_train_batches": 5}, "limit_train_batches=5"),
         ({"limit_train_batches": 1}, "limit_train_batches=1"),
         ({"limit_train_batches": 0.5}, "limit_train_batches=0.5"),

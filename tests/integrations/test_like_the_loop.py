@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import Subset
 
@@ -307,36 +306,6 @@ def test_the_precision_of_the_clients(tmp_path, precision):
     compare(tmp_path, Single, options={"trainer": {"precision": precision, "accelerator": "cpu"}})
 
 
-class Large(Single):
-    """Has gradients that exceed the range of float16 with the first loss scale."""
-
-    def training_step(self, batch, batch_idx):
-        return 4 * super().training_step(batch, batch_idx)
-
-
-def test_the_loss_scale_of_16_bit_precision_continues_in_the_next_round(tmp_path):
-    def trained():
-        scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=5))
-        return {"plugins": [scaler], "accelerator": "cpu"}
-
-    (server, clients), kept = begun(Large), {}
-    for round in range(ROUNDS):
-        if round == 2:  # a server that starts again
-            state = server.state_dict()
-            server, _ = begun(Large)
-            server.load_state_dict(state)
-        tasks = server.tasks()
-        for client in clients:
-            client.trainer = trained()
-        server.finish(replies_of(clients, tasks, kept))
-    loop = FederatedLoop(FedAvg(), Schedule(local_epochs=1), seed=3, buffers="average")
-    simulated = made(Large)
-    trainer(tmp_path, loop, rounds=ROUNDS, **trained()).fit(simulated, datamodule=samples())
-    assert server.loss_scale == loop.fit.loss_scale.read()
-    for name, value in simulated.state_dict().items():
-        assert torch.equal(server.module.state_dict()[name], value), name
-
-
 class Frozen(Net):
     """A large base that is not trained."""
 
@@ -376,7 +345,7 @@ def test_local_layers_begin_with_the_values_of_the_server():
 
 
 def test_a_server_needs_no_device_of_the_clients():
-    options = {"accelerator": "gpu", "devices": 4, "strategy": "ddp", "precision": "16-mixed"}
+    options = {"accelerator": "gpu", "devices": 4, "strategy": "ddp"}
     server = RemoteServer(Net(), seed=3, trainer=options)
     server.begin([12] * 5, [3] * 5)
     assert {p.device.type for p in server.module.parameters()} == {"cpu"}
