@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -315,29 +315,6 @@ class ClientUpdate:
                     f"{name} must have one row for each of the {k} clients, got shape"
                     f" {tuple(value.shape)}"
                 )
-
-    @classmethod
-    def joined(cls, updates: Sequence[ClientUpdate]) -> ClientUpdate:
-        """Return the updates of all clients of several objects with the same fields.
-
-        Example:
-            >>> one = ClientUpdate(torch.tensor([3]), torch.ones(1, 4), torch.tensor([10]))
-            >>> two = ClientUpdate(torch.tensor([5]), torch.zeros(1, 4), torch.tensor([20]))
-            >>> ClientUpdate.joined([one, two]).num_samples
-            tensor([10, 20])
-        """
-        if len(updates) == 1:
-            return updates[0]
-
-        def joined(name: str) -> Any:
-            values = [getattr(update, name) for update in updates]
-            return None if values[0] is None else torch.cat(values)
-
-        extras = {
-            name: torch.cat([update.extras[name] for update in updates])
-            for name in updates[0].extras
-        }
-        return ClientUpdate(**{name: joined(name) for name in _FIELDS}, extras=extras)
 
     def select(self, rows: Tensor) -> ClientUpdate:
         """Return the updates of selected clients.

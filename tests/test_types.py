@@ -218,7 +218,7 @@ def test_an_update_has_one_row_a_client(changes):
         ClientUpdate(**fitting | changes)
 
 
-def test_joined_updates_have_the_rows_of_all():
+def test_selected_updates_have_the_rows_of_their_clients():
     random = torch.Generator().manual_seed(0)
     k = 5
     whole = ClientUpdate(
@@ -230,13 +230,13 @@ def test_joined_updates_have_the_rows_of_all():
         {"control": torch.rand(k, 2, 2, generator=random)},
     )
     parts = [whole.select(torch.tensor(rows)) for rows in ([0], [1, 2], [3, 4])]
-    joined = ClientUpdate.joined(parts)
     for name in ("clients", "delta", "num_samples", "num_steps", "lr"):
-        assert torch.equal(getattr(joined, name), getattr(whole, name))
-    assert torch.equal(joined.extras["control"], whole.extras["control"])
-    assert ClientUpdate.joined(parts[:1]) is parts[0]
+        joined = torch.cat([getattr(part, name) for part in parts])
+        assert torch.equal(joined, getattr(whole, name))
+    extras = torch.cat([part.extras["control"] for part in parts])
+    assert torch.equal(extras, whole.extras["control"])
     bare = ClientUpdate(torch.tensor([1]), torch.zeros(1, 3), torch.tensor([2]))
-    assert ClientUpdate.joined([bare, bare]).lr is None
+    assert bare.select(torch.tensor([0])).lr is None
 
 
 def test_one_value_is_for_all_clients_and_several_are_one_for_each():

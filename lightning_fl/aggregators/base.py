@@ -205,6 +205,13 @@ class Aggregator(Metric, ABC):
         for total in self._sums.values():
             total.reset()
 
+    def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
+        """Add the states of another object of this rule."""
+        super().merge_state(incoming_state)
+        if isinstance(incoming_state, Aggregator):
+            for name, total in self._sums.items():
+                total.merge(incoming_state._sums[name])
+
     def release(self) -> None:
         """Free the sums and the model of the round; called when the model is in use."""
         for part in self.modules():

@@ -523,7 +523,7 @@ def _check_round(fit_loop: Mapping[str, Any], round: int) -> None:
 
 
 def _check_lightning(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Check the states of optimizers, schedulers and precision; add missing names to them."""
+    """Check the states of optimizers and schedulers; add missing names to them."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     for name, owners in (("optimizer_states", trainer.optimizers), ("lr_schedulers", schedulers)):
         checkpoint[name] = checkpoint.get(name) if owners else []
@@ -534,9 +534,6 @@ def _check_lightning(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
                 raise FederationError(f"{name} has {short_repr(shadow)}, which is a method")
     for state in checkpoint["optimizer_states"]:
         state["state"] = {}  # empty between rounds; client state is in the store
-    plugin = trainer.precision_plugin
-    if (name := type(plugin).__qualname__) in checkpoint:
-        compare(checkpoint[name], plugin.state_dict(), name, names="same")
 
 
 def check_rule(rule: nn.Module, state: Mapping[str, Any]) -> None:
@@ -574,12 +571,7 @@ def unsaved_values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_unsaved(module: LightningModule, values: Mapping[str, Tensor]) -> None:
-    """Load the non-persistent buffers of a module.
-
-    Args:
-        module: The module.
-        values: What :func:`unsaved_values` has returned.
-    """
+    """Load what :func:`unsaved_values` has returned into a module."""
     buffers = unsaved_buffers(module)
     for name, saved in values.items():
         owner, key = buffers[name]

@@ -44,9 +44,6 @@ from lightning_fl.types import (
     describe,
 )
 
-#: Number of updates, and their size in bytes, that the aggregator gets together. The number is a
-#: multiple of the rows that sums add at once.
-MOST_WAITING, WAITING_BYTES = 20, 2**26
 #: Methods of a module in a local step that no callback has.
 STEP_METHODS = ("training_step", "optimizer_step")
 
@@ -86,8 +83,6 @@ class Round:
         self.position = 0
         #: Whether a hook of the module runs at the start or the end of a batch.
         self.is_in_hook = False
-        #: Updates that the aggregator gets together.
-        self._waiting: list[ClientUpdate] = []
         self.logs = ClientLogs()
         #: Updates of the clients of this process, for policies that learn from contributions.
         self.updates: dict[int, Tensor] = {}
@@ -133,9 +128,8 @@ class Round:
         self.traffic.begin(self.trained)
         cohort = self.plan.cohort
         #: Number of trained entries that a client does not exchange, by client id.
-        self._unused = dict(
-            zip(cohort.tolist(), fit.aggregator.unused_entries(cohort).tolist(), strict=True)
-        )
+        unused = fit.aggregator.unused_entries(cohort).tolist()
+        self._unused = dict(zip(cohort.tolist(), unused, strict=True))
         fit.aggregator.start(self.server.vector, self.trained)
         self._broadcast = fit.aggregator.broadcast(self.plan)
         self.traffic.down(self._broadcast)
@@ -229,18 +223,12 @@ class Round:
             self._by_rounds = self.fit.schedulers.step_rounds(step, self._schedule)
 
     def report(self, batch_idx: int, outputs: Any) -> None:
-        """Record the losses that clients report after their first local step.
-
-        Args:
-            batch_idx: Index of the training batch.
-            outputs: Outputs of the training step, as Lightning passes them to hooks.
-        """
+        """Record the losses that clients report after their first local step."""
         if not (step := self.plan.schedule[batch_idx]).first:
             return
-        losses = self.fit.runner.reported(outputs).double()
+        self._reported = self.fit.runner.reported(outputs).double()
         if self.fit.processes.share_samples:
-            losses = self.fit.processes.mean(losses, self._batch_size(step))
-        self._reported = losses
+            self._reported = self.fit.processes.mean(self._reported, self._batch_size(step))
 
     def hold_gradients(self) -> None:
         """Remove the gradients of parameters that clients do not train in this phase."""
@@ -260,10 +248,11 @@ class Round:
         It is the maximum over clients at the start of the round. None for others, and in an idle
         step.
         """
-        is_in_module = self._is_in_module()
-        if is_in_module and self.step is None:
+        if not self._is_in_module():
+            return None
+        if self.step is None:
             return int(self.plan.num_steps.max())
-        if not is_in_module or self.step is None or not self.step.rows:
+        if not self.step.rows:
             return None
         steps = self.fit.runner.of_client(self.plan.num_steps[list(self.step.rows)])
         return None if steps is None else int(steps)
@@ -332,16 +321,16 @@ class Round:
         """Collect the updates of finished clients and pass the usable ones to the aggregator."""
         fit, rows = self.fit, list(step.rows)
         clients = self.plan.clients[rows]
-        rates = [
-            fit.runner.mean_lr(int(self.plan.num_steps[row]), fit.lr(self.plan, row))
-            for row in rows
-        ]
+        steps = self.plan.num_steps.tolist()
+        rates = [fit.runner.mean_lr(steps[row], fit.lr(self.plan, row)) for row in rows]
         self.results.rates |= dict(zip(clients.tolist(), rates, strict=True))
         if self.plan.is_empty:
             return
         fit.processes.same_model(fit.runner.module)
         if self.position == 0:  # the first clients; aggregation checks after the last
             fit.runner.constants.check()
+        for param in params_of(fit.runner.optimizer):
+            param.grad = None  # which the next client would remove
         delta, counters = fit.runner.collect(self.start)
         lr = torch.tensor(rates, dtype=torch.float64)
         extras = self._end_parts(delta, lr)
@@ -360,7 +349,7 @@ class Round:
             memories = [{n: t[usable.to(t.device)] for n, t in m.items()} for m in memories]
             kept = [row for row, is_good in zip(kept, usable.tolist(), strict=True) if is_good]
         sent = fit.memory.keep(update, kept, memories, self.plan.round, self._trained_at)
-        self._pass_on(sent)
+        fit.aggregator.update(sent)
         self._note(sent, reports, counters)
 
     def _received(self, sent: ClientUpdate) -> tuple[ClientUpdate, dict[int, str]]:
@@ -384,27 +373,6 @@ class Round:
             )
             fit.warnings.note_non_finite(wrong, initial)
         return replace(sent, delta=delta), dropped
-
-    def _pass_on(self, update: ClientUpdate) -> None:
-        """Pass an update to the aggregator. Small ones wait, since one call for many is faster."""
-        size = update.delta.nbytes // len(update.clients)
-        if size * MOST_WAITING > WAITING_BYTES or len(update.clients) >= MOST_WAITING:
-            self._pass_on_all()
-            self._give(update)
-            return
-        own = {name: value.clone() for name, value in update.extras.items()}
-        self._waiting.append(replace(update, extras=own))
-        if sum(len(each.clients) for each in self._waiting) >= MOST_WAITING:
-            self._pass_on_all()
-
-    def _pass_on_all(self) -> None:
-        """Pass the updates that wait to the aggregator."""
-        if self._waiting:
-            self._give(ClientUpdate.joined(self._waiting))
-            self._waiting = []
-
-    def _give(self, update: ClientUpdate) -> None:
-        self.fit.aggregator.update(update)
 
     def _end_parts(self, delta: Tensor, lr: Tensor) -> dict[str, Tensor]:
         """Run the client parts after training; return the tensors sent with the updates."""
@@ -442,10 +410,7 @@ class Round:
         """Compute the next global model from all updates, and load it into the module."""
         fit, self.is_aggregating = self.fit, True
         fit.runner.constants.check()
-        self._pass_on_all()
         self._client = None  # which holds an update
-        for param in params_of(fit.runner.optimizer):
-            param.grad = None  # of the last client
         self._merge()
         returned = len(self.plan.cohort) - len(self.results.dropped)
         vector = fit.aggregator.conclude(returned, fit.min_clients)

@@ -27,8 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fl.types import FederationError
-
 #: Number of bits per bin. Sums of up to ``2 ** (53 - BITS)`` addends, two million, are exact.
 BITS = 32
 #: Number of bins per coordinate. A total has at least ``BITS * (BINS - 1)`` bits below the largest
@@ -37,6 +35,8 @@ BINS = 3
 #: Number of rows, and of elements, to add at once on a CPU, limited by its cache, and on other
 #: devices.
 ROWS, PIECE, DEVICE_PIECE = 20, 2**17, 2**22
+#: Largest size of rows that wait until there are ``ROWS`` of them, in bytes.
+WAITING = 2**26
 
 #: Bound on scaled addends: half the unit of the next higher bin, so that this bin rounds to 0.
 _LIMIT = 2.0 ** (BITS - 1)
@@ -65,7 +65,8 @@ class VectorSum:
     """Hold a sum of vectors: as its bins, or as the addends as long as they are half as large.
 
     Bins take eight times the memory of a float32 vector. For few clients, their updates are
-    smaller, and the total is the same, bit for bit.
+    smaller, and the total is the same, bit for bit. Small addends also wait for others, since one
+    addition of many rows is faster.
 
     Args:
         length: Length of the vectors.
@@ -75,16 +76,20 @@ class VectorSum:
     def __init__(self, length: int, device: torch.device | str = "cpu") -> None:
         self.length, self.device = length, device
         self._bins: Tensor | None = None
-        #: Rows, their weights, and the version of the rows when they were added.
-        self._waiting: list[tuple[Tensor, Tensor | None, int]] = []
+        #: Copies of rows, with their weights.
+        self._waiting: list[tuple[Tensor, Tensor]] = []
 
     def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
-        """Add weighted rows, ``[k, P]``, which must not be written to afterwards."""
-        size = sum(waiting.nbytes for waiting, *_ in self._waiting) + rows.nbytes
-        if self._bins is None and size <= (BINS + 1) * 8 * self.length // 2:
-            self._waiting.append((rows, weights, rows._version))
+        """Add weighted rows, ``[k, P]``."""
+        weights = rows.new_ones(len(rows)) if weights is None else weights
+        every = [*self._waiting, (rows, weights)]
+        size, count = sum(each.nbytes for each, _ in every), sum(len(each) for each, _ in every)
+        is_small = self._bins is None and size <= (BINS + 1) * 8 * self.length // 2
+        if is_small or (count < ROWS and size <= WAITING):
+            self._waiting.append((rows.clone(), weights.clone()))
         else:
-            add_rows(self.bins(), rows, weights)
+            self._waiting = every
+            self.bins()
 
     def bins(self) -> Tensor:
         """Return the sum as a tensor, ``[BINS + 1, P]``."""
@@ -122,17 +127,20 @@ class VectorSum:
                 bins = empty_sum((columns.stop - start,), self.device)
                 self._add_waiting(bins, columns)
             else:
-                bins = self._bins[:, columns]
+                bins = self.bins()[:, columns]
             yield columns, _value(bins)
 
     def _add_waiting(self, bins: Tensor, columns: slice) -> None:
-        for rows, weights, version in self._waiting:
-            if rows._version != version:
-                raise FederationError(
-                    "a client update was written to after an aggregator had added it to a sum: pass"
-                    " a copy of it"
-                )
-            add_rows(bins, rows[:, columns], weights)
+        pairs = [(rows[:, columns], weights) for rows, weights in self._waiting]
+        if len(pairs) > 1 and sum(rows.nbytes for rows, _ in pairs) <= WAITING:
+            # Rows that are added together stay in the cache.
+            pairs = [(torch.cat([rows for rows, _ in pairs]), torch.cat([w for _, w in pairs]))]
+        for rows, weights in pairs:
+            add_rows(bins, rows, weights)
+
+    def merge(self, other: VectorSum) -> None:
+        """Add the addends of another sum."""
+        self._bins = merged_sums(torch.stack([self.bins(), other.bins()]))
 
     def all_reduced(self, group: Any = None) -> VectorSum:
         """Return the sum over all processes. All processes must call this method.

@@ -1,6 +1,4 @@
-"""Updates of single clients reach the aggregator together."""
-
-from types import SimpleNamespace
+"""Updates of clients reach the aggregator."""
 
 import pytest
 import torch
@@ -10,12 +8,11 @@ from torch.utils.data import TensorDataset
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.federation import round as round_module
 from lightning_fl.federation.exchange import ClientPart
 from lightning_fl.partition import IID
 from lightning_fl.policies import Schedule
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import FederationError
 
 
 class Buffered(ClientPart):
@@ -47,12 +44,6 @@ class Noted(FedAvg):
         super().update(clients)
 
 
-@pytest.fixture(autouse=True)
-def sixteen(monkeypatch):
-    """Sixteen updates wait for each other, so that those of 20 clients do not come at once."""
-    monkeypatch.setattr(round_module, "MOST_WAITING", 16)
-
-
 def train(fit, data, rule, wrap=lambda module: module, clients=20, **options):
     torch.manual_seed(0)
     module = ClientModule(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
@@ -61,50 +52,18 @@ def train(fit, data, rule, wrap=lambda module: module, clients=20, **options):
     return [p.tolist() for p in module.parameters()], rule
 
 
-@pytest.mark.parametrize(
-    ("size", "sizes"), [(2**26, [16, 4, 16, 4]), (16 * 21 * 8, [16, 4, 16, 4]), (0, [1] * 40)]
-)
-def test_they_wait_if_they_are_small(fit, data, monkeypatch, size, sizes):
-    expected, _ = train(fit, data, FedAvg())
-    monkeypatch.setattr(round_module, "WAITING_BYTES", size)
-    found, rule = train(fit, data, Noted())
+@pytest.mark.parametrize(("group_size", "sizes"), [(None, [1] * 40), (7, [7, 7, 6] * 2)])
+def test_the_rule_gets_the_update_of_each_group(fit, data, group_size, sizes):
+    def wrap(module):
+        return VectorizedClients(module, group_size, compile=False) if group_size else module
+
+    _, rule = train(fit, data, Noted(), wrap)
     assert rule.sizes == sizes
-    assert found == expected
-
-
-def test_groups_wait_together_unless_they_are_large_enough(fit, data, monkeypatch):
-    def vectorized(size):
-        return lambda module: VectorizedClients(module, group_size=size, compile=False)
-
-    expected, _ = train(fit, data, FedAvg())
-    found, rule = train(fit, data, Noted(), vectorized(7))
-    assert rule.sizes == [20] * 2
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    monkeypatch.setattr(ClientUpdate, "joined", None)
-    found, rule = train(fit, data, Noted(), vectorized(20))
-    assert rule.sizes == [20] * 2
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_updates_keep_their_order(monkeypatch):
-    seen = []
-    made = object.__new__(round_module.Round)
-    made.fit = SimpleNamespace(
-        aggregator=SimpleNamespace(update=lambda u: seen.append(u.clients)),
-        runner=SimpleNamespace(may_compile=False),
-    )
-    made._waiting = []
-    ids = torch.arange(40).split([3, 20, 1, 15, 1])
-    for clients in ids:
-        made._pass_on(ClientUpdate(clients, torch.zeros(len(clients), 2), clients))
-    assert [len(clients) for clients in seen] == [3, 20, 16]
-    made._pass_on_all()
-    assert torch.cat(seen).tolist() == list(range(40))
 
 
 def test_what_a_part_overwrites_has_been_sent(fit, data):
     _, rule = train(fit, data, Noted(Buffered()))
-    assert len(rule.marks) == 4
+    assert len(rule.marks) == 40
     assert all(clients == marks for _, clients, marks in rule.marks)
 
 
@@ -119,10 +78,9 @@ def test_updates_of_an_abandoned_round_are_forgotten(fit, data):
     rule.rejected = fails
     with pytest.raises(RuntimeError, match="stopped"):
         train(fit, data, rule)
-    assert rule.sizes == []
+    assert rule.sizes == [1] * 5
     del rule.rejected
     found, _ = train(fit, data, rule)
-    assert rule.sizes == [16, 4] * 2
     assert found == train(fit, data, FedAvg())[0]
 
 

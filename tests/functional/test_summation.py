@@ -12,7 +12,6 @@ from lightning_fl.functional.summation import (
     merged_sums,
     sum_value,
 )
-from lightning_fl.types import FederationError
 
 
 def addends(count=24, size=40, seed=0):
@@ -182,6 +181,7 @@ def test_addends_are_kept_up_to_half_the_size_of_the_bins(monkeypatch):
         summation, "empty_sum", lambda shape, *where: made.append(shape) or empty(shape, *where)
     )
     total = VectorSum(40)
+    monkeypatch.setattr(summation, "WAITING", 0)
     for _ in range(4):
         add_rows(total, torch.ones(1, 40))
     assert not made
@@ -193,9 +193,36 @@ def test_addends_are_kept_up_to_half_the_size_of_the_bins(monkeypatch):
     assert sum_value(total).tolist() == [9] * 40
 
 
-def test_an_update_that_is_written_to_is_refused():
-    total, rows = VectorSum(3), torch.ones(1, 3)
-    add_rows(total, rows)
-    rows.zero_()
-    with pytest.raises(FederationError, match="pass a copy"):
-        sum_value(total)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_what_becomes_of_an_addend_later_does_not_matter(rows):
+    total, addend = VectorSum(3), torch.ones(rows, 3)
+    add_rows(total, addend)
+    addend.zero_()
+    assert sum_value(total).tolist() == [rows] * 3
+
+
+def test_merged_sums_have_the_addends_of_both():
+    rows, one, two = addends(), VectorSum(40), VectorSum(40)
+    add_rows(one, rows[:1])
+    add_rows(two, rows[1:])
+    one.merge(two)
+    assert torch.equal(sum_value(one), sum_value(total_of(rows)))
+
+
+@pytest.mark.parametrize("size", [1, 2**30])
+def test_small_addends_wait_for_others(monkeypatch, size):
+    added, add = [], summation.add_rows
+
+    def noted(bins, rows, weights=None):
+        added.append(len(rows))
+        add(bins, rows, weights)
+
+    monkeypatch.setattr(summation, "WAITING", size)
+    total = VectorSum(40)
+    total.bins()
+    monkeypatch.setattr(summation, "add_rows", noted)
+    rows = addends(45)
+    for row in rows:
+        total.add(row[None])
+    assert added == ([20, 20] if size > 1 else [1] * 45)
+    assert torch.equal(total.value(), sum_value(total_of(rows)))
