@@ -413,7 +413,7 @@ class FederatedDataModule(LightningDataModule):
         """Whether local steps can be fetched one at a time, which requires data in memory."""
         return self.has_samples_in_front and self.num_workers == 0
 
-    def local_steps(self, round: int, position: int) -> Callable[[int, bool], Any]:
+    def local_steps(self, round: int, position: int) -> Callable[[int], Any]:
         """Return a function that fetches the local steps of a ``stepwise`` batch.
 
         Args:

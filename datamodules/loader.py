@@ -116,10 +116,10 @@ class Batches(Dataset[Any]):
         object.__setattr__(get_worker_info(), "dataset", self.data)  # the object is frozen
         self.worker_init(worker)
 
-    def local_steps(self, round: int, position: int) -> Callable[[int, bool], Any]:
-        """Return a function that fetches the local steps of a stepwise batch.
+    def local_steps(self, round: int, position: int) -> Callable[[int], Any]:
+        """Return a function that fetches the local steps of a stepwise batch, given their index.
 
-        The function takes the index of the step, and whether it may overwrite its last result.
+        It overwrites its last result.
 
         Args:
             round: The round, from 0.
@@ -128,7 +128,7 @@ class Batches(Dataset[Any]):
         steps = self.waiting.pop((round, position))
         for place in [place for place in self.waiting if place[0] < round]:
             del self.waiting[place]  # fetched by others
-        return lambda step, reuse: self._fetched(steps[step], reuse)
+        return lambda step: self._fetched(steps[step], reuse=True)
 
 
 def _of_client(key: tuple[int, ...]) -> str:

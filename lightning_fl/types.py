@@ -387,10 +387,10 @@ class FederatedData(Protocol):
     #: Whether the local steps of a batch can be fetched one at a time.
     can_fetch_steps: bool
 
-    def local_steps(self, round: int, position: int) -> Callable[[int, bool], Any]:
+    def local_steps(self, round: int, position: int) -> Callable[[int], Any]:
         """Return a function that fetches the local steps of a batch of a stepwise plan.
 
-        Its arguments are the local step, and whether it may reuse memory that it returned before.
+        Its argument is the local step; it may overwrite what it has returned before.
         """
 
     def advance(self, round: int) -> bool:

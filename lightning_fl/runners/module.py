@@ -362,13 +362,13 @@ class VectorizedClients(LightningModule):
             fetch = self._fetch(data.local_steps(plan.round, position))
         runner.batch = BatchSamples(batch, runner.sizes, runner.active, fetch)
 
-    def _fetch(self, fetch: Callable[[int, bool], Any]) -> Callable[[int, bool], Any]:
+    def _fetch(self, fetch: Callable[[int], Any]) -> Callable[[int], Any]:
         """Return a function that fetches and transfers the batches of a local step."""
         if self.device.type == "cpu" and not changes_transfers(self.trainer):
             return fetch
 
-        def fetch_and_transfer(step: int, may_reuse: bool) -> Any:
-            batch = self.trainer.precision_plugin.convert_input(fetch(step, may_reuse))
+        def fetch_and_transfer(step: int) -> Any:
+            batch = self.trainer.precision_plugin.convert_input(fetch(step))
             batch = self._on_before_batch_transfer(batch, dataloader_idx=0)
             return self.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
@@ -404,8 +404,7 @@ class VectorizedClients(LightningModule):
         assert runner.batch is not None
         step = runner.step
         runner.vectorized.local.batch_idx = runner.steps_before + step
-        # A vectorized module cannot hold on to its samples, so their memory can be reused.
-        samples = runner.batch.samples(step, may_reuse=True)
+        samples = runner.batch.samples(step)
         with attributes_set(runner, {"is_in_step": True}):
             total = runner.loss(samples)
         runner.evaluation += 1

@@ -116,8 +116,9 @@ class BatchSamples:
             batches collated per client, or tensors with the samples in the first dimension.
         sizes: Number of samples of each local step and client, ``[steps, k]``.
         active: Mask of the clients that train in each local step, ``[steps, k]``.
-        fetch: Function that returns the tensors of a later step, given its index and whether their
-            memory may be reused. None if the batch holds all steps.
+        fetch: Function that returns the tensors of a later step, given its index, in the memory of
+            those before: a vectorized step cannot hold on to its samples. None if the batch holds
+            all steps.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class BatchSamples:
         batch: Any,
         sizes: Tensor,
         active: Tensor,
-        fetch: Callable[[int, bool], Any] | None = None,
+        fetch: Callable[[int], Any] | None = None,
     ) -> None:
         self._sizes, self._fetch = sizes, fetch
         self._batch, self._is_full = batch, list[bool]()
@@ -134,20 +135,15 @@ class BatchSamples:
             full = sizes == tree_leaves(self._batch)[0].shape[2]
             self._is_full = (full & active).all(1).tolist()
 
-    def samples(self, step: int, may_reuse: bool) -> Samples:
-        """Return the samples of a local step.
-
-        Args:
-            step: Index of the local step in the batch.
-            may_reuse: Whether the next step may overwrite the memory of these samples.
-        """
+    def samples(self, step: int) -> Samples:
+        """Return the samples of a local step, given its index in the batch."""
         count = self._sizes.shape[1]
         if isinstance(self._batch, ClientBatches):
             return Collated(self._batch[step * count : (step + 1) * count])
         if self._fetch is None or step == 0:
             tensors = tree_map(lambda t: t[step], self._batch)
         else:
-            fetched = self._fetch(step, may_reuse)
+            fetched = self._fetch(step)
             tensors = tree_map(lambda t: t.view(count, -1, *t.shape[1:]), fetched)
         return Padded(tensors, self._sizes[step], self._is_full[step])
 
