@@ -138,7 +138,7 @@ class Arm(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-BASELINES = given("trainer.callbacks+", "MatchingBaselines")
+BASELINES = given("trainer.callbacks+", "baselines.MatchingBaselines")
 #: One step of the server's Adam per round, with the mean of the updates of local SGD.
 MEAN = (
     *rule("FedOpt", optimizer={"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}),
@@ -258,7 +258,7 @@ def point(out: Path, figure: str, data: str, split: str, value: int, seed: int) 
     place = out / "points" / f"{data}-{split}-J{clients}-C{depth}-{seed}"
     adam = given("federation.aggregator.init_args.optimizer", "torch.optim.Adam", lr=lr)
     student = {"class_path": "MLPClassifier", "init_args": {"sizes": [inputs, *[500] * depth, 10]}}
-    baselines = given("trainer.callbacks+", "MatchingBaselines", student=student, lr=lr)
+    baselines = given("trainer.callbacks+", "baselines.MatchingBaselines", student=student, lr=lr)
     own = {"pfnm": (*PAPER, baselines), "downpour": (adam,)}
     return {
         name: Run(

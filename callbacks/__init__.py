@@ -1,7 +1,6 @@
 """Callbacks: the federated loop, simulation of faults and attacks, evaluation and reports."""
 
 from lightning_fl.callbacks.attacks import Attack, Backdoor, ClientAttack, DataAttack, LabelFlip
-from lightning_fl.callbacks.baselines import MatchingBaselines
 from lightning_fl.callbacks.checkpoint import (
     AtomicCheckpointIO,
     RoundCheckpoint,
@@ -24,7 +23,6 @@ __all__ = [
     "FederatedLoop",
     "LabelFlip",
     "LayerSummary",
-    "MatchingBaselines",
     "OnUpdates",
     "PersonalizedEvaluation",
     "RoundCheckpoint",

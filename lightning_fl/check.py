@@ -311,8 +311,7 @@ def _in_process(settings: _Settings, fit: _Fit, port: int, path: Path) -> None:
     with open(os.devnull, "w") as devnull:
         for stream in (1, 2):
             os.dup2(devnull.fileno(), stream)
-    # A parallel region of OpenMP may never end in a forked process.
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # a parallel region of OpenMP may never end in a forked process
     if fit.processes > 1:
         ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(fit.rank))
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(fit.processes))
@@ -339,6 +338,7 @@ def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
     """Run a fit; return the final model, digests of the updates and of attributes."""
     pl.seed_everything(run_seed(None), verbose=False)
     run = settings.make()
+    torch.set_num_threads(1)  # which make may have changed
     module, data, loop = user_module(run.module), run.data, run.loop
     options: dict[str, Any] = {"limit_val_batches": 2, **run.trainer}
     given = [*_listed(options.pop("callbacks", None)), *_listed(run.callbacks)]

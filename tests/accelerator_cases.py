@@ -77,7 +77,6 @@ from lightning_fl.callbacks import (
     FederatedLoop,
     LabelFlip,
     LayerSummary,
-    MatchingBaselines,
     PersonalizedEvaluation,
     RoundCheckpoint,
     RoundProgress,
@@ -776,10 +775,6 @@ CALLBACKS = {
         "watchers": lambda: [PersonalizedEvaluation(steps=2, local_steps=2)],
         "data": partial(samples, **TESTED),
     },
-    "MatchingBaselines": {
-        "watchers": lambda: [MatchingBaselines(student(), epochs=1)],
-        "aggregator": lambda: PFNM(**MATCHED),
-    },
     "RunReport": {"watchers": lambda: [RunReport()], "data": partial(samples, **TESTED)},
     "LayerSummary": {"watchers": lambda: [LayerSummary()]},
     "RoundProgress": {
@@ -787,11 +782,6 @@ CALLBACKS = {
         "trainer": {"enable_progress_bar": True},
     },
 }
-
-
-def student():
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES)).double()
 
 
 def test_every_callback_has_a_row():
@@ -803,7 +793,7 @@ def test_every_callback_has_a_row():
 @every_vectorized(
     CALLBACKS,
     plain="ClientFaults, ClientAttack, PersonalizedEvaluation",
-    slow="Backdoor, ClientAttack, LabelFlip, MatchingBaselines, RoundProgress",
+    slow="Backdoor, ClientAttack, LabelFlip, RoundProgress",
 )
 def test_a_callback(same, row, group_size):
     same(**row, group_size=group_size)

@@ -177,6 +177,21 @@ class Stops(L.Callback):
         trainer.should_stop = True
 
 
+def test_fits_have_one_thread():
+    """OpenMP may hang in a forked process."""
+
+    class Asks(Troubled):
+        def training_step(self, batch, batch_idx):
+            assert torch.get_num_threads() == 1
+            return super().training_step(batch, batch_idx)
+
+    def threaded():
+        torch.set_num_threads(2)
+        return made(kind=Asks)()
+
+    assert outcome(threaded, "order").outcome == "equal"
+
+
 def test_a_run_of_one_round_cannot_be_resumed():
     result = outcome(made(callbacks=[Stops]), "resume")
     assert (result.outcome, result.is_equal) == ("refused", True)

@@ -113,6 +113,7 @@ def checked(
         clients: Maximum number of clients per round.
         columns: What to check.
     """
+    words = [*words, "--threads=1"]  # of forked processes, in which OpenMP may hang
 
     def make() -> Run:
         parts = _parts(words, "data", "model", "federation", "trainer").parts

@@ -143,9 +143,6 @@ class RoundBoundary:
             if last.is_passed:
                 state["server"] = checkpoint["state_dict"]
                 checkpoint["state_dict"] = self._deep_copy(validated["state_dict"])
-                for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
-                    if getattr(callback, "is_of_the_round", False):
-                        callbacks[callback.state_key] = deep_copy(callback.state_dict())
             if weights_only:
                 checkpoint = {k: checkpoint.get(k, value) for k, value in validated.items()}
         return checkpoint

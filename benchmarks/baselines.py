@@ -13,9 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_fl.aggregators import NeuronMatching
 from lightning_fl.callbacks.federated_loop import loop_of
-from lightning_fl.federation.compare import compare
 from lightning_fl.federation.measures import evaluating, on_device
-from lightning_fl.files import error_context
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.layer_stack import Layers, LayerStack
 from lightning_fl.options import check_integer, check_number
@@ -38,8 +36,9 @@ class MatchingBaselines(Callback):
     - ``ensemble/distilled``: a ``student`` trained on the inputs of all clients to match the
       probabilities of the uniform ensemble, with cross-entropy and Adam (Hinton et al., 2015).
 
-    In tests, the names are ``test_ensemble/uniform`` and so on. The module must map ``x`` of a
-    batch ``(x, y)`` to logits. The client networks are saved in checkpoints.
+    In tests after a fit, the names are ``test_ensemble/uniform`` and so on. The module must map
+    ``x`` of a batch ``(x, y)`` to logits. The client networks are saved in checkpoints, for
+    ``pfnm.py``; they are not read from there.
 
     Args:
         student: Network for distillation, which starts from these parameters in each round. None
@@ -50,11 +49,8 @@ class MatchingBaselines(Callback):
 
     Raises:
         FederationError: If an option is out of range. At the start of a fit, if the aggregator is
-            not a :class:`~lightning_fl.aggregators.NeuronMatching` or the student does not fit.
+            not a :class:`~lightning_fl.aggregators.NeuronMatching`.
     """
-
-    #: Tells the loop that this state belongs to the round and is recomputed if it is repeated.
-    is_of_the_round = True
 
     def __init__(
         self,
@@ -89,28 +85,11 @@ class MatchingBaselines(Callback):
         self._rule = rule
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the student accepts the samples and has the outputs of the module."""
-        if self._first is None or self.student is None:
-            return
-        module, data = user_module(pl_module), trainer.datamodule  # type: ignore[attr-defined]
-        own = next(module.parameters())
+        """Move the student to the device of the module."""
+        own = next(pl_module.parameters())
         for each in (self._first, self.student):
-            each.to(own.device, own.dtype)
-        x = data.example()[0]
-        x = (x.to(own.dtype) if x.is_floating_point() else x).to(own.device)
-        precise = trainer.precision_plugin.val_step_context()
-        with evaluating(module), evaluating(self._first), torch.no_grad(), precise:
-            self._rule.load_client_network()
-            wanted = module(x).shape
-            try:
-                got: Any = self._first(x).shape
-            except (RuntimeError, TypeError) as error:
-                got = error
-        if got != wanted:
-            raise FederationError(
-                f"the output of the student must have the shape of the module's, {tuple(wanted)},"
-                f" for samples of shape {tuple(x.shape)}, got {got}"
-            )
+            if each is not None:
+                each.to(own.device, own.dtype)
 
     def _take(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the client networks of the aggregated round and distill them, once per round."""
@@ -270,22 +249,3 @@ class MatchingBaselines(Callback):
             "class_counts": self.class_counts,
             "student": None if self.student is None else self.student.state_dict(),
         }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the networks, the class counts and the student."""
-        kinds = {
-            "networks": [[Tensor, ...], ...],
-            "class_counts": Tensor | None,
-            "student": dict | None,
-        }
-        compare(state_dict, kinds, "the checkpoint's MatchingBaselines")
-        if any(len(flat) % 2 for flat in state_dict["networks"]):
-            raise FederationError("each list in 'networks' must hold pairs of tensors")
-        self.networks = [
-            list(zip(flat[::2], flat[1::2], strict=True)) for flat in state_dict["networks"]
-        ]
-        self.class_counts = state_dict["class_counts"]
-        if self.student is not None and state_dict["student"] is not None:
-            what = "the student does not match the network in the checkpoint"
-            with error_context(what, RuntimeError):
-                self.student.load_state_dict(state_dict["student"])

@@ -5,18 +5,23 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, FedAvg, FedMA
-from lightning_fl.callbacks import FederatedLoop, MatchingBaselines, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.layer_stack import LayerStack
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
+MatchingBaselines = None  # set by the fixture
 ALL = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
+
+
+@pytest.fixture(autouse=True)
+def _imported(script, monkeypatch):
+    monkeypatch.setitem(globals(), "MatchingBaselines", script("baselines").MatchingBaselines)
 
 
 def module(seed=0):
@@ -139,33 +144,6 @@ def test_it_changes_nothing(run):
         assert torch.equal(a, b)
 
 
-def test_resume_and_test_from_a_checkpoint(run, trainer, skewed, tmp_path):
-    def options(name):
-        return {"callbacks": [RoundCheckpoint(str(tmp_path / name))], "enable_checkpointing": True}
-
-    def callback():
-        return MatchingBaselines(student(), epochs=2)
-
-    _, one = run(callback(), rounds=4, **options("whole"))
-    run(callback(), rounds=2, **options("parts"))
-    last = str(tmp_path / "parts" / "last.ckpt")
-    _, two = run(callback(), rounds=4, ckpt_path=last, **options("parts"))
-    assert one.rows == two.rows
-    samples = skewed()
-    samples.setup("fit")
-    samples.test = samples.val
-    found = trainer(
-        FederatedLoop(aggregator=PFNM(**ALL)),
-        callbacks=[callback(), RoundCheckpoint(str(tmp_path / "whole"))],
-        enable_checkpointing=True,
-    ).test(
-        fresh := module(5), samples, ckpt_path=str(tmp_path / "whole" / "last.ckpt"), verbose=False
-    )
-    assert not any(p.is_inference() for p in fresh.parameters())  # can be trained again
-    for name in ("uniform", "weighted", "average", "local", "distilled"):
-        assert found[0][f"test_ensemble/{name}"] == pytest.approx(one.rows[-1][f"ensemble/{name}"])
-
-
 def test_the_same_samples_as_validation(run, skewed):
     _, loop = run(MatchingBaselines(), datamodule=skewed(eval_batch_size=10), limit_val_batches=2)
     for name in ("uniform", "average"):
@@ -176,54 +154,10 @@ def test_the_same_samples_as_validation(run, skewed):
     assert len(samples.val) == 60
 
 
-def test_checkpoints_at_validation_hold_the_rounds_networks(run, trainer, skewed, tmp_path):
-    saver = ModelCheckpoint(
-        tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False, monitor="val_loss"
-    )
-    callback = MatchingBaselines(student(), epochs=1)
-    _, loop = run(callback, rounds=3, callbacks=[saver], enable_checkpointing=True)
-    for round in range(3):
-        path = tmp_path / f"epoch={round}.ckpt"
-        samples = skewed()
-        samples.setup("fit")
-        samples.test = samples.val
-        tester = trainer(
-            FederatedLoop(aggregator=PFNM(**ALL)), callbacks=[MatchingBaselines(student())]
-        )
-        with warnings.catch_warnings():  # of the callback that saved
-            warnings.simplefilter("ignore")
-            found = tester.test(module(5), samples, ckpt_path=str(path), verbose=False)
-        for name in ("uniform", "local", "distilled"):
-            wanted = loop.rows[round][f"ensemble/{name}"]
-            assert found[0][f"test_ensemble/{name}"] == pytest.approx(wanted), (round, name)
-        again = MatchingBaselines(student(), epochs=1)
-        _, two = run(again, rounds=3, ckpt_path=str(path))
-        assert two.rows == loop.rows
-
-
-@pytest.mark.parametrize(
-    "network", [nn.Linear(5, 3), nn.Linear(6, 4), nn.Sequential(nn.Flatten(0), nn.Linear(12, 3))]
-)
-def test_a_student_that_does_not_fit_is_refused_at_the_start(run, network):
-    with pytest.raises(FederationError, match="must have the shape of the module's"):
-        run(MatchingBaselines(network.double()))
-
-
 def test_a_student_takes_the_modules_dtype(run):
     callback = MatchingBaselines(student().float(), epochs=1)
     run(callback)
     assert callback.student[0].weight.dtype == torch.float64
-
-
-def test_another_student_than_the_checkpoints(run, tmp_path):
-    options = {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
-    run(MatchingBaselines(student(), epochs=1), **options)
-    with pytest.raises(FederationError, match="does not match the network in the checkpoint"):
-        run(
-            MatchingBaselines(nn.Linear(6, 3).double()),
-            rounds=2,
-            ckpt_path=str(tmp_path / "last.ckpt"),
-        )
 
 
 def test_networks_of_different_widths_have_no_average(run):
