@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.federation.compare import COUNT, compare
-from lightning_fl.federation.durations import HasDurations, SimulatedDurations
 from lightning_fl.files import is_index, read_cells, short_repr, write_atomically
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
+from lightning_fl.samplers.durations import HasDurations, SimulatedDurations
 from lightning_fl.types import FederationError, RoundPlan
 
 #: Faults of a client in a round. The server drops the update for all of them but ``blowup``.

@@ -20,9 +20,9 @@ from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.callbacks.faults import ClientFaults
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.callbacks.hyperparameters import network_name
+from lightning_fl.callbacks.participation import Participation
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.federation.measures import evaluating, on_device
-from lightning_fl.federation.participation import Participation
 from lightning_fl.files import csv_text, write_atomically
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.objectives.client_module import ClientModule

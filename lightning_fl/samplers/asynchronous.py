@@ -9,13 +9,13 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.clock import Flush, VirtualClock
 from lightning_fl.federation.context import Federation
-from lightning_fl.federation.durations import HasDurations, SimulatedDurations, read_durations
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_integer
 from lightning_fl.policies.base import local_steps
 from lightning_fl.samplers.base import ClientSampler
+from lightning_fl.samplers.clock import Flush, VirtualClock
+from lightning_fl.samplers.durations import HasDurations, SimulatedDurations, read_durations
 from lightning_fl.types import FederationError
 
 #: Maps a client, the round in which it starts, and the number of its earlier starts to seconds.
@@ -31,7 +31,7 @@ class AsynchronousSampler(ClientSampler):
     which is then aggregated. A client starts from the global model at the time of its start, so its
     update may be stale. The aggregator must be an asynchronous one, such as
     :class:`~lightning_fl.aggregators.FedBuff` or :class:`~lightning_fl.aggregators.FedAsync`.
-    :class:`~lightning_fl.federation.clock.VirtualClock` defines the order of events.
+    :class:`~lightning_fl.samplers.clock.VirtualClock` defines the order of events.
 
     Durations are those of a :class:`~lightning_fl.callbacks.ClientFaults` callback of the Trainer,
     or of a ``trace``. If all clients train or wait, a place stays empty until the next aggregation;

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from lightning_fl.federation.participation import Participation
+from lightning_fl.callbacks.participation import Participation
 from lightning_fl.report import Run, find_runs, group, read_run, report, write
 from lightning_fl.report.clients import clients, participation
 from lightning_fl.report.curves import cost, progress

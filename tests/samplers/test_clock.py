@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fl.federation.clock import VirtualClock
+from lightning_fl.samplers.clock import VirtualClock
 from lightning_fl.types import FederationError
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fl.federation.participation import CODES, OTHER, OUTCOMES, Participation
+from lightning_fl.callbacks.participation import CODES, OTHER, OUTCOMES, Participation
 from lightning_fl.types import FederationError
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_fl.callbacks import ClientFaults
-from lightning_fl.federation.durations import SimulatedDurations, read_durations
+from lightning_fl.samplers.durations import SimulatedDurations, read_durations
 from lightning_fl.types import FederationError
 
 
