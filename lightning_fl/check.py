@@ -55,8 +55,9 @@ REMEDIES = {
 }
 #: Maximum number of local steps of a client and round.
 STEPS = 10
-#: Largest difference, relative to the size of a tensor, that rounding in float64 explains.
-ROUNDING = 1e-7
+#: Largest difference, relative to the size of a tensor, that rounding in float64 explains. A tensor
+#: smaller than ``SMALLEST`` may be rounding itself, as a bias whose gradient is 0.
+ROUNDING, SMALLEST = 1e-7, 1e-6
 #: Why a federation of one client may differ from Lightning without a loop.
 ANCHOR = (
     "terms of the loss compare the client with the model at the start of the round, which Lightning"
@@ -270,7 +271,7 @@ def _difference(one: Tensor, other: Tensor | None) -> tuple[float, float]:
     if bool(is_same.all()):
         return 0.0, 0.0
     largest = float((a - b).abs()[~is_same].nan_to_num(torch.inf).max())
-    return largest, largest / max(float(a.abs().nan_to_num(0, 0).max()), 1e-12)
+    return largest, largest / max(float(a.abs().nan_to_num(0, 0).max()), SMALLEST)
 
 
 # --- fits -----------------------------------------------------------------------------------------
