@@ -129,13 +129,13 @@ def troubles() -> Iterator[Sequence[str]]:
         yield kind, name, warned(make), cell(result)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Check and write a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["configs", "troubles"])
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations")
     parser.add_argument("--markdown", type=Path, help="file of the table")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     rows = configurations(options.only) if options.what == "configs" else troubles()
     write_table(rows, options.markdown)
 

@@ -588,13 +588,13 @@ def release(package: str) -> str:
         return "missing"
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Check the cases and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", action="append", choices=list(CASES), help="only this case")
     parser.add_argument("--markdown", type=Path, help="file of the table")
     parser.add_argument("--optimizers", action="store_true", help="check optimizers instead")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     write_table(rows(options.case or list(CASES), options.optimizers), options.markdown)
 
 
