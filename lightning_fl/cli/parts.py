@@ -105,7 +105,7 @@ def split(words: Sequence[str], output: str) -> None:
 def checked(
     words: Sequence[str], rounds: int, clients: int, columns: Sequence[str]
 ) -> Iterator[CheckResult]:
-    """Yield the results of the check of a configuration; see :func:`check_federation`.
+    """Yield the results of ``check_federation`` for a configuration.
 
     Args:
         words: Arguments of ``lightning-fl``, from ``fit`` on.
