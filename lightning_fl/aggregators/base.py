@@ -218,7 +218,7 @@ class Aggregator(Metric, ABC):
             if isinstance(part, Aggregator):
                 part._computed = None
                 for total in part._sums.values():
-                    total.reset()
+                    total.free()
 
     def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = "") -> nn.Module:
         made = super()._apply(fn, exclude_state)

@@ -152,9 +152,13 @@ class VectorSum:
         made._bins = all_reduced(self.bins(), group)
         return made
 
+    def free(self) -> None:
+        """Free the addends that wait; call :meth:`reset` before the sum is used again."""
+        self._waiting = []
+
     def reset(self) -> None:
         """Remove all addends; the memory of bins is used again."""
-        self._waiting = []
+        self.free()
         if self._bins is not None:
             self._bins[:-1], self._bins[-1] = 0, _SCALE_OF_ZERO
 
