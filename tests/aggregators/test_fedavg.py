@@ -162,3 +162,16 @@ def test_a_trainer_of_one_process_has_clients_of_its_own(fit, linear, monkeypatc
         fit(linear(features=6), rounds=1, limit_val_batches=0)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("clients", [1, 30])  # whose updates wait, or are in bins
+def test_a_released_rule_holds_no_update_and_starts_anew(clients):
+    rule = FedAvg()
+    for _ in range(2):
+        rule.start(torch.zeros(3))
+        ids = torch.arange(clients)
+        rule.update(ClientUpdate(ids, torch.ones(clients, 3), torch.ones(clients)))
+        assert rule.compute().tolist() == [1] * 3
+        rule.release()
+        assert rule._computed is None
+        assert not rule.total._waiting
