@@ -9,7 +9,6 @@ from lightning_fl.callbacks.checkpoint import (
 from lightning_fl.callbacks.faults import ClientFaults, OnUpdates
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.callbacks.layer_summary import LayerSummary
-from lightning_fl.callbacks.participation import Participation
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.callbacks.progress import RoundProgress
 from lightning_fl.callbacks.report import RunReport
@@ -25,7 +24,6 @@ __all__ = [
     "LabelFlip",
     "LayerSummary",
     "OnUpdates",
-    "Participation",
     "PersonalizedEvaluation",
     "RoundCheckpoint",
     "RoundProgress",

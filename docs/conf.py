@@ -85,6 +85,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"nvflare\..*|FLModel|ModelAggregator"),
     ("py:.*", r"lightning_fl\.(\w+\.)*_\w+"),
     ("py:class", r"lightning_fl\.callbacks\.attacks\.ReplaceableData"),  # a protocol of one method
+    # Parts of a sampler and of the report that are not public.
+    ("py:class", r"lightning_fl\.(samplers\.(clock|durations)|callbacks\.participation)\.\w+"),
 ]
 
 

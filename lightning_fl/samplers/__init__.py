@@ -2,8 +2,6 @@
 
 from lightning_fl.samplers.asynchronous import AsynchronousSampler
 from lightning_fl.samplers.base import ClientSampler
-from lightning_fl.samplers.clock import Flush, VirtualClock
-from lightning_fl.samplers.durations import HasDurations, SimulatedDurations
 from lightning_fl.samplers.synchronous import (
     AFLSampler,
     PoissonSampler,
@@ -17,13 +15,9 @@ __all__ = [
     "AFLSampler",
     "AsynchronousSampler",
     "ClientSampler",
-    "Flush",
-    "HasDurations",
     "PoissonSampler",
     "RoundRobinSampler",
-    "SimulatedDurations",
     "UniformSampler",
-    "VirtualClock",
     "WeightedSampler",
     "how_drawn",
 ]

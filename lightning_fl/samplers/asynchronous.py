@@ -31,7 +31,7 @@ class AsynchronousSampler(ClientSampler):
     which is then aggregated. A client starts from the global model at the time of its start, so its
     update may be stale. The aggregator must be an asynchronous one, such as
     :class:`~lightning_fl.aggregators.FedBuff` or :class:`~lightning_fl.aggregators.FedAsync`.
-    :class:`~lightning_fl.samplers.VirtualClock` defines the order of events.
+    A virtual clock defines the order of events (``lightning_fl.samplers.clock``).
 
     Durations are those of a :class:`~lightning_fl.callbacks.ClientFaults` callback of the Trainer,
     or of a ``trace``. If all clients train or wait, a place stays empty until the next aggregation;
