@@ -321,8 +321,8 @@ class Round:
         """Collect the updates of finished clients and pass the usable ones to the aggregator."""
         fit, rows = self.fit, list(step.rows)
         clients = self.plan.clients[rows]
-        steps = self.plan.num_steps.tolist()
-        rates = [fit.runner.mean_lr(steps[row], fit.lr(self.plan, row)) for row in rows]
+        steps = zip(rows, self.plan.num_steps[rows].tolist(), strict=True)
+        rates = [fit.runner.mean_lr(count, fit.lr(self.plan, row)) for row, count in steps]
         self.results.rates |= dict(zip(clients.tolist(), rates, strict=True))
         if self.plan.is_empty:
             return

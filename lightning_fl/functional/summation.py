@@ -120,14 +120,13 @@ class VectorSum:
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the total in pieces, each with its place."""
-        width = PIECE if torch.device(self.device).type == "cpu" else DEVICE_PIECE
-        for start in range(0, self.length, width):
-            columns = slice(start, min(start + width, self.length))
-            if self._bins is None:
-                bins = empty_sum((columns.stop - start,), self.device)
+        whole = None if self._bins is None else self.bins()
+        for columns in _columns(self.length, torch.device(self.device)):
+            if whole is None:
+                bins = empty_sum((columns.stop - columns.start,), self.device)
                 self._add_waiting(bins, columns)
             else:
-                bins = self.bins()[:, columns]
+                bins = whole[:, columns]
             yield columns, _value(bins)
 
     def _add_waiting(self, bins: Tensor, columns: slice) -> None:
@@ -167,6 +166,13 @@ class VectorSum:
         self.device = device
         if self._bins is not None:
             self._bins = self._bins.to(device)
+
+
+def _columns(length: int, device: torch.device) -> Iterator[slice]:
+    """Yield the places of the pieces of a vector that are processed at once."""
+    width = PIECE if device.type == "cpu" else DEVICE_PIECE
+    for start in range(0, length, width):
+        yield slice(start, min(start + width, length))
 
 
 def add_rows(total: Tensor | VectorSum, rows: Tensor, weights: Tensor | None = None) -> None:
@@ -313,10 +319,9 @@ def sum_value(total: Tensor | VectorSum) -> Tensor:
     if isinstance(total, VectorSum):
         return total.value()
     value = torch.empty_like(total[0])
-    width = PIECE if total.device.type == "cpu" else DEVICE_PIECE
-    flat = total.reshape(BINS + 1, -1)
-    for out, piece in zip(value.view(-1).split(width), flat.split(width, 1), strict=True):
-        out.copy_(_value(piece))
+    flat, out = total.reshape(BINS + 1, -1), value.view(-1)
+    for columns in _columns(len(out), total.device):
+        out[columns] = _value(flat[:, columns])
     return value
 
 
