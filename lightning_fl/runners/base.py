@@ -21,7 +21,6 @@ from lightning_fl.runners.optimizer import (
     ClientOptimizer,
     Rows,
     around_steps,
-    parameters_held,
     params_of,
 )
 from lightning_fl.runners.phases import Phase, PhasedTraining
@@ -119,8 +118,6 @@ class ClientRunner(ABC):
         self.gradient_terms: list[GradientTerm] = []
         #: Phases of local training, and the number of local steps before the Lightning batch.
         self.phases, self.steps_before = PhasedTraining(), 0
-        #: Parameter groups that do not hold all their parameters in a step, and all of these.
-        self._incomplete: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         self._check_local()
         #: Makes the optimizer fresh for each client.
         self.optimizer_state = ClientOptimizer(optimizer)
@@ -151,7 +148,6 @@ class ClientRunner(ABC):
     def write(self, state: ServerState) -> None:
         """Load a state into the module and reset the optimizer."""
         self.adopt()
-        self._show_held()  # after an exception inside a step
         self._warn_of_late_buffers()
         self.vector.write(state.vector)
         self.counters.write(state.counters)
@@ -209,7 +205,6 @@ class ClientRunner(ABC):
         """Release the optimizer."""
         self._end_steps()
         self._restore_lr()  # after an exception inside a step, its post hook has not run
-        self._show_held()
         if self.tensors.wants_start:
             vars(self.module)[GLOBAL_PARAMETERS] = {}
         self.declared.reset()
@@ -411,15 +406,16 @@ class ClientRunner(ABC):
         """Set the phases of local training.
 
         Raises:
-            FederationError: If a phase trains no parameter, or the optimizer would move parameters
-                that a phase does not train.
+            FederationError: If a phase trains no parameter, or the optimizer moves parameters
+                without a gradient.
         """
-        if phases and parameters_held(self.optimizer):
-            name = type(self.optimizer).__name__
+        optimizer = self.optimizer  # of which LBFGS and PFedMe evaluate the loss several times
+        if phases and (
+            isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "evaluations")
+        ):
             raise FederationError(
-                f"phases do not support {name}, which holds parameters outside of its parameter"
-                " groups and may move those that a phase does not train: choose another optimizer,"
-                " or remove phases"
+                f"phases do not support {type(optimizer).__name__}, which moves parameters without a"
+                " gradient: choose another optimizer"
             )
         names = [phase.parameters(self.module, self.private) for phase in phases]
         self.phases = PhasedTraining(names, list(self.named_parameters))
@@ -432,38 +428,13 @@ class ClientRunner(ABC):
         """
         self.phases.start(ends)
 
-    def _held(self) -> list[nn.Parameter]:
-        """Return the parameters that clients do not train in this step."""
-        names = self.phases.held(self.steps_before + self.step)
-        return [self._trained_tensor(name) for name in names]
-
     def hold_gradients(self) -> None:
         """Remove the gradients of parameters that clients do not train in this step.
 
         Called after the backward pass and after everything that may add to gradients.
         """
-        for param in self._held():
-            param.grad = None
-
-    def _hide_held(self) -> None:
-        """Hide parameters from the optimizer for this step, as it may move them without gradient.
-
-        PFedMe, for example, moves parameters towards the personal model of an earlier step.
-        """
-        hidden = {id(param) for param in self._held()}
-        if not hidden:
-            return
-        for optimizer in self.optimizer_state.optimizers:
-            for group in optimizer.param_groups:
-                if all(group is not other for other, _ in self._incomplete):
-                    self._incomplete.append((group, group["params"]))
-                    group["params"] = [p for p in group["params"] if id(p) not in hidden]
-
-    def _show_held(self) -> None:
-        """Undo :meth:`_hide_held`."""
-        for group, params in self._incomplete:
-            group["params"] = params
-        self._incomplete = []
+        for name in self.phases.held(self.steps_before + self.step):
+            self._trained_tensor(name).grad = None
 
     # --- learning rates ---------------------------------------------------------------------------
 
@@ -504,7 +475,6 @@ class ClientRunner(ABC):
             the gradient terms; otherwise None.
         """
         self.begin_step()
-        self._hide_held()
         if not self.gradient_terms and not self.phases:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -527,7 +497,6 @@ class ClientRunner(ABC):
         lr = self._own_lr[0] if self._own_lr else self.optimizer.param_groups[0].get("lr", 0.0)
         self._step_rates.append(lr.detach().clone() if isinstance(lr, Tensor) else lr)
         self._restore_lr()
-        self._show_held()
         self.optimizer_state.after_step()
         self._is_in_step = False
 

@@ -30,9 +30,8 @@ from lightning_fl.runners.self_check import MAX_BYTES, VectorizedCheck
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import (
     changes_transfers,
+    gradient_callbacks,
     hooks_of,
-    sees_gradients,
-    warn_of_gradient_hooks,
     why_alone,
 )
 from lightning_fl.runners.vectorized import VectorizedRunner
@@ -423,11 +422,16 @@ class VectorizedClients(LightningModule):
         if (runner := self.runner) is None or not len(runner.active):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return
-        is_seen = sees_gradients(self.trainer)
-        runner.may_update = not (is_seen or self.trainer.gradient_clip_val or runner.phases)
-        if is_seen and runner.count > 1 and not self._has_warned_of_callbacks:
+        seeing = gradient_callbacks(self.trainer)
+        runner.may_update = not (seeing or self.trainer.gradient_clip_val or runner.phases)
+        if seeing and runner.count > 1 and not self._has_warned_of_callbacks:
             self._has_warned_of_callbacks = True
-            warn_of_gradient_hooks(self.trainer, runner.count)
+            rank_zero_warn(
+                f"{', '.join(seeing)}: hooks of the backward pass get the stacked gradients of"
+                f" {runner.count} clients, [clients, ...]. A hook that mixes clients, for example by"
+                " the norm of a tensor, changes results: lightning-fl check --columns vectorized"
+                " finds out"
+            )
         # In the first batch, Lightning resets what a hook has logged if it logs again after another
         # hook. Here, hooks are called in each local step.
         connector: Any = self.trainer._logger_connector
@@ -436,7 +440,7 @@ class VectorizedClients(LightningModule):
             runner.step, runner.evaluation = step, 0
             is_last = step + 1 == len(runner.active)
             before = runner.before_step(active)
-            if is_last or is_seen or runner.evaluations > 1:
+            if is_last or seeing or runner.evaluations > 1:
                 optimizer.step(closure=optimizer_closure)
             else:
                 self._light_step(runner, optimizer)

@@ -266,16 +266,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def parameters_held(optimizer: Optimizer) -> bool:
-    """Return whether attributes of an optimizer hold parameters, as those of LBFGS do."""
-    return any(
-        isinstance(tensor, nn.Parameter)
-        for each in with_inner(optimizer)
-        for name, value in _own(each).items()
-        for tensor in tensors_in(value)
-    )
-
-
 def optimizers_in(configured: Any) -> Iterator[Optimizer]:
     """Yield the optimizers in the result of ``configure_optimizers``, in any of its forms."""
     if isinstance(configured, Optimizer):

@@ -7,7 +7,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_fl.hooks import overrides
@@ -70,25 +69,22 @@ def why_alone(module: LightningModule) -> str | None:
     for part in module.modules():
         if isinstance(part, nn.Embedding) and (part.max_norm or part.padding_idx is not None):
             return "an Embedding with max_norm or padding_idx writes to its weights"
-    if hooked_layers(module):
-        return "its layers have hooks of the backward pass"
-    if hooked_parameters(module):
-        return "its parameters have hooks"
+    if hooked := hooked_parts(module):
+        return f"hooks of {hooked[0]} run in the backward pass"
     if names := overlapping(module):
         return f"its tensors {names[0]} and {names[1]} share memory"
     return None
 
 
-def hooked_layers(module: nn.Module) -> list[str]:
-    """Return the names of layers with hooks of the backward pass, which ``vmap`` does not call."""
-    layers = module.named_modules()
-    return [name for name, part in layers if part._backward_hooks or part._backward_pre_hooks]
-
-
-def hooked_parameters(module: nn.Module) -> list[str]:
-    """Return the names of parameters with hooks, which are not those of the stacks."""
-    return [
-        name
+def hooked_parts(module: nn.Module) -> list[str]:
+    """Return the layers and parameters with hooks of the backward pass, which ``vmap`` skips."""
+    layers = [
+        f"the layer {name}"
+        for name, part in module.named_modules()
+        if part._backward_hooks or part._backward_pre_hooks
+    ]
+    return layers + [
+        f"the parameter {name}"
         for name, param in module.named_parameters()
         if param._backward_hooks or param._post_accumulate_grad_hooks
     ]
@@ -103,36 +99,11 @@ def changes_transfers(trainer: Trainer) -> bool:
     )
 
 
-def sees_gradients(trainer: Trainer) -> bool:
-    """Return whether a callback overrides a hook in which it can read or change gradients."""
-    return any(
-        overrides(callback, hook, Callback)
-        for callback in trainer.callbacks  # type: ignore[attr-defined]  # a connector's
-        if not callback.__module__.startswith("lightning_fl.")
-        for hook in GRADIENT_HOOKS
-    )
-
-
-def warn_of_gradient_hooks(trainer: Trainer, clients: int) -> None:
-    """Warn of the user's callbacks that see the stacked gradients of clients that train at once.
-
-    Args:
-        trainer: The Trainer.
-        clients: Number of clients.
-    """
-    names = [
+def gradient_callbacks(trainer: Trainer) -> list[str]:
+    """Return the names of callbacks that can read or change gradients."""
+    return [
         type(callback).__name__
         for callback in trainer.callbacks  # type: ignore[attr-defined]  # a connector's
-        if not all(is_known(getattr(callback, hook)) for hook in GRADIENT_HOOKS)
+        if not callback.__module__.startswith("lightning_fl.")
+        and any(overrides(callback, hook, Callback) for hook in GRADIENT_HOOKS)
     ]
-    if names:
-        rank_zero_warn(
-            f"{', '.join(names)}: hooks of the backward pass get the stacked gradients of {clients}"
-            " clients, [clients, ...]. A hook that mixes clients, for example by the norm of a"
-            " tensor, changes results: lightning-fl check --columns vectorized finds out"
-        )
-
-
-def is_known(part: Any) -> bool:
-    """Return whether a class or function is one of Lightning or of this library."""
-    return getattr(part, "__module__", "").partition(".")[0] in ("lightning", "lightning_fl")

@@ -22,7 +22,7 @@ from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.memory import keep_freed_memory
 from lightning_fl.runners.optimizer import PROPORTIONAL, Rows, fresh, params_of, step_hooks_of
 from lightning_fl.runners.samples import BatchSamples, Padded, Samples
-from lightning_fl.runners.step_hooks import hooked_layers, hooked_parameters
+from lightning_fl.runners.step_hooks import hooked_parts
 from lightning_fl.runners.tensors import (
     GLOBAL_PARAMETERS,
     ModuleTensors,
@@ -106,9 +106,7 @@ class VectorizedRunner(ClientRunner):
                     f" ({getattr(hook, '__qualname__', hook)}). It would run once for the stacked"
                     f" parameters of all clients instead of once per client: {remedy}"
                 )
-        hooked = [f"the parameter {parameter}" for parameter in hooked_parameters(self.module)]
-        hooked += [f"the layer {layer}" for layer in hooked_layers(self.module)]
-        if hooked:
+        if hooked := hooked_parts(self.module):
             raise FederationError(
                 f"a hook was registered on {hooked[0]} of {name} after VectorizedClients(module),"
                 f" and vectorized steps do not call it: register it in the constructor of {name},"

@@ -151,11 +151,6 @@ VECTORIZED = {
     },
     "clip": {"gradient_clip_val": 0.5},
     "rates": {"policy": Uneven(), "phases": [Phase("shared"), Phase("local", num_steps=2)]},
-    "pfedme": {
-        "optimizer": PERSONAL,
-        "policy": Schedule(num_steps=5),
-        "phases": [Phase("local", num_steps=2), Phase("all", num_steps=1), Phase("shared")],
-    },
     "adam": {
         "optimizer": functools.partial(torch.optim.Adam, lr=0.01),
         "policy": Schedule(num_steps=5),
@@ -240,7 +235,8 @@ REFUSED = {
     ),
     "Scaffold": (FEDREP, {"aggregator": Scaffold()}, "Scaffold.*: remove phases"),
     "FedNova": (FEDREP, {"aggregator": FedNova()}, "FedNova.*: remove phases"),
-    "LBFGS": (FEDREP, {"optimizer": torch.optim.LBFGS}, "phases do not support LBFGS, which holds"),
+    "LBFGS": (FEDREP, {"optimizer": torch.optim.LBFGS}, "phases do not support LBFGS, which moves"),
+    "PFedMe": (FEDREP, {"optimizer": PERSONAL}, "phases do not support PFedMe, which moves"),
 }
 
 

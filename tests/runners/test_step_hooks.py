@@ -65,7 +65,7 @@ def test_what_a_module_does_to_a_batch_is_done_to_a_clients_own(agree, tiny):
 def test_parameters_with_hooks_are_trained_by_themselves(tiny):
     module = tiny()
     module.net[0].weight.register_hook(lambda gradient: gradient * 0)
-    with pytest.warns(UserWarning, match="its parameters have hooks"):
+    with pytest.warns(UserWarning, match="hooks of the parameter"):
         assert VectorizedClients(module).reason
 
 
@@ -137,7 +137,7 @@ def hooked(tiny):
 
 @pytest.mark.parametrize(
     ("register", "why"),
-    [(after, "layers have hooks"), (before, "layers have hooks"), (asks, "different results")],
+    [(after, "hooks of the layer"), (before, "hooks of the layer"), (asks, "different results")],
 )
 def test_layers_and_tensors_with_hooks_are_trained_one_client_after_another(
     agree, hooked, register, why
