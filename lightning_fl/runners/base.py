@@ -414,8 +414,8 @@ class ClientRunner(ABC):
             isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "evaluations")
         ):
             raise FederationError(
-                f"phases do not support {type(optimizer).__name__}, which moves parameters without a"
-                " gradient: choose another optimizer"
+                f"phases do not support {type(optimizer).__name__}, which moves parameters without"
+                " a gradient: choose another optimizer"
             )
         names = [phase.parameters(self.module, self.private) for phase in phases]
         self.phases = PhasedTraining(names, list(self.named_parameters))

@@ -428,8 +428,8 @@ class VectorizedClients(LightningModule):
             self._has_warned_of_callbacks = True
             rank_zero_warn(
                 f"{', '.join(seeing)}: hooks of the backward pass get the stacked gradients of"
-                f" {runner.count} clients, [clients, ...]. A hook that mixes clients, for example by"
-                " the norm of a tensor, changes results: lightning-fl check --columns vectorized"
+                f" {runner.count} clients, [clients, ...]. A hook that mixes clients, for example"
+                " by the norm of a tensor, changes results: lightning-fl check --columns vectorized"
                 " finds out"
             )
         # In the first batch, Lightning resets what a hook has logged if it logs again after another
