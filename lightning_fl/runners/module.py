@@ -263,13 +263,13 @@ class VectorizedClients(LightningModule):
             is_long = compiling_pays(flops * scale, steps(), device)
             return is_long and (not is_alone or type(runner.optimizer) is torch.optim.SGD)
 
-        check = VectorizedCheck(
-            runner.tensors,
-            self.stack,
-            runner.optimizer,
-            batches,
-            is_wanted=lambda flops: not is_alone or compiles(flops),
-        )
+        check = VectorizedCheck(runner.tensors, self.stack, runner.optimizer, batches)
+        if is_alone and self.compiled == "auto" and is_checked:
+            check.count_flops()
+        if is_alone and not compiles(check.flops):
+            faster = "on a CPU, this is faster for networks with convolutions"
+            self.train_one_by_one(faster, is_choice=True)
+            return
         if is_checked and client_bytes(self.module, self.constants) > MAX_BYTES:
             rank_zero_info(f"{type(self.module).__name__} is too large to check vectorized steps")
         elif is_checked and (why := check.why_not()):
@@ -278,9 +278,6 @@ class VectorizedClients(LightningModule):
         runner.is_linear = check.is_linear
         if compiles(check.flops):
             runner.vectorized.compile()
-        elif is_alone:
-            faster = "on a CPU, this is faster for networks with convolutions"
-            self.train_one_by_one(faster, is_choice=True)
 
     def _prefers_one(self) -> bool:
         """Return whether ``group_size="auto"`` chooses groups of one client."""

@@ -338,12 +338,14 @@ class Images(nn.Sequential):
         super().__init__(*layers)
 
 
-# With "auto", networks with 2-d convolutions train one after another, after a step for its size.
+# With "auto", networks with 2-d convolutions train one after another. Whether it pays to compile
+# their steps is known after a step of which the operations are counted.
 @pytest.mark.parametrize(
-    ("group_size", "steps", "extra"), [(None, 4 * 3, 2), (4, 3, 5), ("auto", 4 * 3, 3)]
+    ("group_size", "compile", "steps", "extra"),
+    [(None, False, 4 * 3, 2), (4, False, 3, 5), ("auto", False, 4 * 3, 2), ("auto", "auto", 12, 3)],
 )
 def test_training_step_is_called_once_per_local_step_and_for_the_check(
-    train, tiny, data, group_size, steps, extra
+    train, tiny, data, group_size, compile, steps, extra
 ):
     calls = []
 
@@ -356,6 +358,7 @@ def test_training_step_is_called_once_per_local_step_and_for_the_check(
     for check in (True, False):
         calls.clear()
         options = {"federation": {**four, "check": check}, "datamodule": data(num_clients=4)}
+        options["compile"] = compile
         net = Images if group_size == "auto" else None
         train(tiny(Counts, net=net), group_size, rounds=2, **options)
         assert len(calls) == 2 * steps + extra * check
