@@ -6,7 +6,7 @@ validation accuracy, averaged over the last three validations, on clients with t
 seed of its own. ``personalization`` compares the models of clients on their own test samples, and
 ``fairness`` a common model on the test samples of each client.
 
-    python benchmarks/methods.py heterogeneity --jobs 2 --markdown docs/results/heterogeneity.md
+    python benchmarks/methods.py heterogeneity --jobs 2 --markdown tables.md
     python benchmarks/methods.py personalization --data mnist -- --data.init_args.root=/data
 
 A run is a ``lightning-fl fit`` in a folder of its own. What is there already is not run again, and

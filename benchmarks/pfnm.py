@@ -4,7 +4,7 @@ Each point is a run of ``fit`` and ``test`` in a folder of its own; one run has 
 all baselines that are made of the same networks (``MatchingBaselines``), another has downpour SGD.
 What is there already is not run again, and what was cut short goes on.
 
-    python benchmarks/pfnm.py --jobs 2 --markdown docs/results/pfnm.md -- --data.init_args.root=data
+    python benchmarks/pfnm.py --jobs 2 --markdown tables.md -- --data.init_args.root=data
     python benchmarks/pfnm.py --figures clients --data mnist --seeds 1 -- --data.init_args.root=data
 
 What follows ``--`` goes to ``fit`` and ``test`` of every run.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure the usual workloads beside the bare loop and the libraries in .peers, and add the result to
-# docs/performance.md. Nothing else should run meanwhile. benchmarks/peers/install.sh installs them.
+# benchmarks/records/README.md. Nothing else should run meanwhile. benchmarks/peers/install.sh installs them.
 #
 #     benchmarks/record.sh [WORKLOAD ...]
 set -euo pipefail

@@ -2,7 +2,7 @@
 
     python benchmarks/records.py
 
-writes ``docs/performance.md`` anew from the files in ``benchmarks/records``, one for each
+writes ``benchmarks/records/README.md`` anew from the files in ``benchmarks/records``, one for each
 measurement.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 from runs import commit, table
 
 HERE = Path(__file__).parent
-FOLDER, PAGE = HERE / "records", HERE.parent / "docs" / "performance.md"
+FOLDER, PAGE = HERE / "records", HERE / "records" / "README.md"
 #: What a page begins with.
 INTRODUCTION = """\
 # Records

@@ -3,7 +3,7 @@
 An experiment has several arms, each a config with options; an arm is run for each seed, in a
 folder of its own. What is there already is not run again, and what was cut short goes on.
 
-    python benchmarks/rules.py --jobs 2 --markdown docs/results/rules.md
+    python benchmarks/rules.py --jobs 2 --markdown tables.md
     python benchmarks/rules.py --experiments fedprox --seeds 1 -- --data.init_args.root=/data
 
 What follows ``--`` goes to ``fit`` and ``test`` of every arm.

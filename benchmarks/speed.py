@@ -12,7 +12,7 @@ with 50 steps of 50 CIFAR-10 samples, a small CNN), ``pfl`` (50 of 1,000 clients
 CIFAR-10 samples) and ``femnist`` (10 of 3,400 clients with 5 steps of 20). ``--device cuda`` trains
 on a GPU. ``--peer`` adds other libraries, each by a script in ``peers`` and in an environment that
 ``peers/install.sh`` makes. ``--record`` adds the result to the records from which
-``docs/performance.md`` is generated.
+``records/README.md`` is generated.
 
 ``agreement`` compares results with those of the loop. ``growth`` measures rounds of 100 clients in
 federations that grow, their memory and checkpoints; see ``growth.py``. ``costs`` tells apart what a
@@ -384,7 +384,7 @@ def options() -> argparse.ArgumentParser:
     add("--contestants", nargs="+", metavar="NAME", help="by default all of them")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
     add("--peer", nargs="+", choices=PEERS, default=[], help="other libraries, too")
-    add("--record", action="store_true", help="add the result to docs/performance.md")
+    add("--record", action="store_true", help="add the result to records/README.md")
     add("--alone", nargs=5, help=argparse.SUPPRESS)
     add = command("agreement", agreement_command).add_argument
     add("--workloads", nargs="+", choices=WORKLOADS, default=USUAL, help="what is trained")

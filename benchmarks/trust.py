@@ -3,7 +3,7 @@
 An arm is run for each seed, in a folder of its own. What is there already is not run again, and
 what was cut short goes on.
 
-    python benchmarks/trust.py --markdown docs/results/trust-tables.md -- --data.init_args.root=data
+    python benchmarks/trust.py --markdown tables.md -- --data.init_args.root=data
     python benchmarks/trust.py --parts privacy --seeds 1 -- --data.init_args.root=data
 
 What follows ``--`` goes to ``fit`` and ``test`` of every arm.

@@ -1,4 +1,4 @@
-"""The pages of the methods: every method of a paper has one, and what a page shows runs."""
+"""The pages of the methods: every method of a paper has a section, and what it shows runs."""
 
 import inspect
 import re
@@ -18,8 +18,29 @@ FOLDER = Path(__file__).parents[1] / "docs" / "methods"
 CONFIGS = Path(__file__).parents[1] / "configs"
 INDEX = (FOLDER / "index.md").read_text()
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.stem != "index")
-SECTIONS = ["Equation", "When to use it", "Configuration", "Result", "Paper"]
+METHODS = [
+    pytest.param(section, id=f"{page.stem}-{section.splitlines()[0]}")
+    for page in PAGES
+    for section in re.split("^## ", page.read_text(), flags=re.MULTILINE)[1:]
+]
+PARTS = ["Equation", "When to use it", "Configuration", "Result", "Paper"]
 NEEDED = {"LoRA": "peft", "DPFedAvg": "dp_accounting"}
+
+
+@pytest.fixture
+def method(request, tmp_path):
+    """The section of a method, as a page."""
+    page = tmp_path / "method.md"
+    page.write_text(f"# {request.param}")
+    return page
+
+
+each_method = pytest.mark.parametrize("method", METHODS, indirect=True)
+
+
+def anchor(title):
+    """Return the anchor of a heading."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def named(page):
@@ -52,48 +73,53 @@ def config(page, folder):
     return path
 
 
-def test_every_method_of_a_paper_has_a_page():
+def test_method_of_a_paper_has_a_section():
     # Bases, which cite a paper for one of their methods, and parts of other methods.
     bases = {"Compression", "Adaptive", "NeuronMatching", "AsynchronousAggregator"}
     missing = set(of_papers()) - set().union(*map(named, PAGES)) - bases
     assert missing == set()
 
 
-def test_the_overview_leads_to_every_page_once_in_its_table():
-    listed = re.findall(r"^(\w+)$", INDEX.partition("```{toctree}")[2], re.MULTILINE)
-    assert sorted(listed) == [page.stem for page in PAGES]
-    assert set(re.findall(r"\]\((\w+)\.md\)", INDEX)) == set(listed)
+def test_overview_links_every_section():
+    toc = re.findall(r"^(\w+)$", INDEX.partition("```{toctree}")[2], re.MULTILINE)
+    assert sorted(toc) == [page.stem for page in PAGES]
+    sections = {
+        (page.stem, anchor(title))
+        for page in PAGES
+        for title in re.findall("^## (.*)$", page.read_text(), re.MULTILINE)
+    }
+    assert set(re.findall(r"\]\((\w+)\.md#([\w-]+)\)", INDEX)) == sections
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_has_all_sections_and_refers_to_its_classes(page):
-    text = page.read_text()
-    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
-    assert named(page)
+@each_method
+def test_section_has_all_parts_and_refers_to_its_classes(method):
+    text = method.read_text()
+    assert re.findall(r"^### (.*)$", text, re.MULTILINE) == PARTS
+    assert named(method)
     assert len(text.splitlines()) <= 70
-    assert "$$" in text.partition("## Equation")[2].partition("## When")[0]
+    assert "$$" in text.partition("### Equation")[2].partition("### When")[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_configuration_of_a_page_is_valid(page, tmp_path):
-    needs(page)
-    quick_cli.parse("--config", CONFIGS / "digits.yaml", "--config", config(page, tmp_path))
+@each_method
+def test_configuration_of_a_section_is_valid(method, tmp_path):
+    needs(method)
+    quick_cli.parse("--config", CONFIGS / "digits.yaml", "--config", config(method, tmp_path))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_python_of_a_page_runs(page):
-    needs(page)
-    names = pages.run(page)
+@each_method
+def test_python_of_a_section_runs(method):
+    needs(method)
+    names = pages.run(method)
     assert any(type(value).__module__.startswith(lightning_fl.__name__) for value in names.values())
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_configuration_of_a_page_trains(page, tmp_path, monkeypatch):
-    needs(page)
+@each_method
+def test_configuration_of_a_section_trains(method, tmp_path, monkeypatch):
+    needs(method)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    path = config(page, tmp_path)
+    path = config(method, tmp_path)
     options = ["--trainer.max_epochs=2", f"--trainer.default_root_dir={tmp_path}"]
     if yaml.safe_load(path.read_text()).get("data", {}).get("class_path") == "MNIST":
         mnist_layout(tmp_path, "MNIST", train=1300, test=40)

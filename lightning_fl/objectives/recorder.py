@@ -170,7 +170,7 @@ class Recorder:
     last layer, and the network output. ``torch.fx`` traces the network once. The traced code uses
     the modules and parameters of the network without hooks, so it supports ``vmap`` and
     ``torch.func.functional_call``. For the reasons not to use
-    ``torchvision.models.feature_extraction`` see ``docs/decisions`` (0030).
+    ``torchvision.models.feature_extraction`` see ``docs/decisions`` (0006).
 
     Args:
         net: Network from one tensor to one tensor.
