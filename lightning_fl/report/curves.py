@@ -9,7 +9,7 @@ from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, Line, lines
 from lightning_fl.report.groups import Group, common_time
 from lightning_fl.report.page import Picture, Section
-from lightning_fl.report.scores import STEPS, TOTAL, UP, headline
+from lightning_fl.report.scores import STEPS, TOTAL, UP
 from lightning_fl.report.words import number
 
 #: Columns of the table of rounds that other sections of the page show.
@@ -75,27 +75,28 @@ def picture(
 
 
 def progress(groups: Sequence[Group]) -> Section:
-    """Draw accuracy and loss over rounds."""
+    """Draw accuracy and loss over rounds, and the metric of the page if it is neither."""
     title = "Accuracy and loss"
-    names = _columns(groups)
-    asked = groups[0].runs[0].metric
-    panels = {} if asked is None else _panels(groups, [asked], asked)
-    panels |= _panels(groups, [n for n in names if "acc" in n][:6], "accuracy")
-    panels |= _panels(groups, [n for n in names if "loss" in n and "acc" not in n][:6], "loss")
+    names, metric = _columns(groups), groups[0].runs[0].metric
+    accuracies = [name for name in names if "acc" in name]
+    losses = [name for name in names if "loss" in name and "acc" not in name]
+    panels: dict[str, list[Line]] = {}
+    if metric and metric not in (*accuracies, *losses):
+        panels = _panels(groups, [metric], metric)
+    panels |= _panels(groups, accuracies[:6], "accuracy") | _panels(groups, losses[:6], "loss")
     if not panels:
         return Section(title, ["The module logged neither accuracy nor loss."])
-    panels = dict(list(panels.items())[:6])
     caption = (
         "Values logged by the module after each round. val_: the global model on the held-out"
         " samples. train_: the clients' models during training. Gaps are non-finite values."
     )
+    panels = dict(list(panels.items())[:6])
     return Section(title, (), [picture("accuracy", caption, panels, groups)])
 
 
 def cost(groups: Sequence[Group]) -> Section | None:
     """Draw traffic and virtual time, and the metric over both; None without either."""
-    alone = len(groups) == 1
-    name, _ = headline([run for group in groups for run in group.runs])
+    alone, metric = len(groups) == 1, groups[0].runs[0].metric
     panels = _panels(groups, [UP, TOTAL] if alone else [TOTAL], SENT)
     times = _panels(groups, ["virtual_time"], TIME)
     for timed in times.values():
@@ -106,25 +107,25 @@ def cost(groups: Sequence[Group]) -> Section | None:
     if is_timed:
         pairs.append(("virtual_time", TIME, "virtual time"))
     for against, axis, word in pairs:
-        panel = f"{name}, by {word}"
+        panel = f"{metric}, by {word}"
         for group in groups:
-            if name and (line := _line(group, name, panel if alone else group.name, against)):
+            if metric and (line := _line(group, metric, panel if alone else group.name, against)):
                 panels.setdefault(panel, []).append(line)
                 across[panel] = axis
     if not panels:
         return None
     caption = "Cumulative traffic between server and clients, and the metric of the model over it."
     text = []
+    if not times:
+        text.append("To simulate virtual time, add --trainer.callbacks+=ClientFaults.")
+    elif not is_timed:
+        text.append("Some runs have no virtual time, so the metric is not drawn over it.")
     if times:
         caption += (
             " Virtual time is the simulated duration of rounds, with the client speeds and"
             " stragglers of ClientFaults. A synchronous round ends with its slowest client, an"
             " asynchronous one as soon as enough clients have finished."
         )
-        if not is_timed:
-            text.append("Some runs have no virtual time, so the metric is not drawn over it.")
-    else:
-        text.append("To simulate virtual time, add --trainer.callbacks+=ClientFaults.")
     return Section("Traffic and time", text, [picture("cost", caption, panels, groups, across)])
 
 
