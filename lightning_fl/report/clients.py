@@ -67,9 +67,8 @@ def partition(run: Run) -> Section | None:
         panels += _per_client("drift of the classes", drift)
         panels.append(_classes(table, names, run))
         caption += (
-            "; distance of its class proportions from those of all clients (total variation, 0 to"
-            " 1); number of samples by client and class, where the opacity is the square root of"
-            " the share of the largest cell"
+            "; distance of its class proportions from those of all clients (total variation);"
+            " samples by client and class (opacity: square root of the share of the largest cell)"
         )
     return Section("Partition", [text + "."], [Picture("partition", caption + ".", panels)])
 
@@ -104,9 +103,7 @@ def _classes(table: np.ndarray[Any, Any], names: Sequence[str], run: Run) -> Pan
 
 def _client_label(first: int, width: int, count: int, run: Run) -> str:
     last = min(first + width, count) - 1
-    if last > first:
-        return f"clients {first} to {last}"
-    return client_label(first, run)
+    return f"clients {first} to {last}" if last > first else client_label(first, run)
 
 
 def _rgb(color: int) -> list[float]:
@@ -124,25 +121,17 @@ def participation(run: Run) -> Section:
         panels.append(_bars_by_round("updates dropped", by_cause))
     if run.faults is None:
         text.append("To simulate failing clients, add --trainer.callbacks+=ClientFaults.")
-    caption = "Faults or dropped updates per round; number of rounds of each client."
-    if faults:
-        caption += (
-            " Updates with dropout, crash, nan or late are dropped; blowup scales an update by a"
-            " large factor."
-        )
+    caption = "Faults or dropped updates per round; number of rounds of each client"
     if run.outcomes is not None:
         times = (run.outcomes.codes > 0).sum(0).tolist()
         text[0] += f" Rounds per client: {span(times)}{_median(times)}."
         if len(set(times)) > 1 or by_cause:
             panels.append(_rounds_of_clients(run.outcomes, times))
         panels.append(_who_when(run.outcomes, run))
-        caption += " Clients and rounds: who was sampled in which round, and what happened."
+        caption += "; what happened to each client in each round"
         if max(_widths(run.outcomes)) > 1:
-            caption += (
-                " Cells are groups of clients and rounds, because there are too many to draw each."
-                " The opacity is the share of sampled clients, relative to the fullest cell."
-            )
-    pictures = [Picture("participation", caption, panels)] if panels else []
+            caption += " (cells of several clients and rounds; opacity: share of sampled clients)"
+    pictures = [Picture("participation", f"{caption}.", panels)] if panels else []
     return Section("Participation and faults", text, pictures, _causes(run, by_cause))
 
 
@@ -256,19 +245,19 @@ def _median(values: Sequence[float]) -> str:
 def clients(run: Run) -> Section:
     """Show the accuracy of the last round's models for each client, and what happened to it."""
     samples, scores = client_scores(run)
+    remedy = (
+        "add --trainer.callbacks+=PersonalizedEvaluation and --data.init_args.local_test_size=0.2"
+    )
     text = []
     if not scores:
         why = run.environment.get("no train_acc")
         text.append(
-            f"The accuracy of each client was not measured{f' ({why})' if why else ''}. To measure"
-            " it on local test samples, give the module a forward that returns one score per class,"
-            " and add --trainer.callbacks+=PersonalizedEvaluation and"
-            " --data.init_args.local_test_size=0.2."
+            f"The accuracy of each client was not measured{f' ({why})' if why else ''}. For local"
+            f" test samples, {remedy}."
         )
     elif samples == "own training samples":
         text.append(
-            "Accuracy on training samples is optimistic. PersonalizedEvaluation uses local test"
-            " samples (--data.init_args.local_test_size=0.2)."
+            f"Accuracy on training samples is optimistic. For local test samples, {remedy}."
         )
     columns = _columns(run, scores)
     ranked = _ranked(columns, next(iter(scores), None))
@@ -294,20 +283,12 @@ def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]], run: Run)
         for kind, rows in scores.items()
     ]
     shade = (0.5, max(1, most // 10) + 0.5)
-    panels: list[Panel] = [
-        Lines(
-            f"{metric} on {samples}",
-            ranked,
-            "clients, worst first (gray: worst tenth)",
-            shade=shade,
-        )
-    ]
+    ylabel, across = f"{metric} on {samples}", "clients, worst first (gray: worst tenth)"
+    panels: list[Panel] = [Lines(ylabel, ranked, across, shade=shade)]
     caption = f"The {metric} of the last round's models on each client's {samples}, ascending"
     points = [_points(kind, rows, run) for kind, rows in scores.items()]
     if len({x for line in points for x in line.x}) > 1:
-        panels.append(
-            Lines(f"{metric} on {samples}", points, "training samples of the client", joined=False)
-        )
+        panels.append(Lines(ylabel, points, "training samples of the client", joined=False))
         caption += ", and by number of training samples"
         if most > MOST_POINTS:
             caption += f" ({number(len(points[0].x))} of {number(most)} clients)"

@@ -18,14 +18,10 @@ KNOWN |= {"virtual_time", UP, TOTAL, *CAUSES}
 SENT, TIME = "MB so far", "virtual time (s)"
 #: Texts of captions on bands and on points that are left out.
 BANDS = (
-    " Lines are means over seeds, as far as all runs of a group go. Bands are 95 % confidence"
-    " intervals of the mean by Student's t distribution, which are wide for few seeds; they are cut"
-    " off at the edge of the panel."
+    " Lines: means over the seeds of a group, in rounds that all its runs have."
+    " Bands: 95 % confidence intervals of the mean (Student's t), cut off at the edge of the panel."
 )
-THINNED = (
-    " Not every point is drawn: of each stretch, the lines have the lowest and the highest value."
-    " rounds.csv has all."
-)
+THINNED = " Not every point is drawn, but the lowest and the highest of each stretch."
 
 
 def _line(group: Group, name: str, label: str, against: str | None = None) -> Line | None:
@@ -86,10 +82,8 @@ def progress(groups: Sequence[Group]) -> Section:
     panels |= _panels(groups, accuracies[:6], "accuracy") | _panels(groups, losses[:6], "loss")
     if not panels:
         return Section(title, ["The module logged neither accuracy nor loss."])
-    caption = (
-        "Values logged by the module after each round. val_: the global model on the held-out"
-        " samples. train_: the clients' models during training. Gaps are non-finite values."
-    )
+    caption = "val_: the global model on held-out samples. train_: the clients' models in training."
+    caption += " Gaps are non-finite values."
     panels = dict(list(panels.items())[:6])
     return Section(title, (), [picture("accuracy", caption, panels, groups)])
 
@@ -114,18 +108,14 @@ def cost(groups: Sequence[Group]) -> Section | None:
                 across[panel] = axis
     if not panels:
         return None
-    caption = "Cumulative traffic between server and clients, and the metric of the model over it."
+    caption = "Traffic between server and clients so far, and the metric of the model over it."
     text = []
     if not times:
         text.append("To simulate virtual time, add --trainer.callbacks+=ClientFaults.")
     elif not is_timed:
         text.append("Some runs have no virtual time, so the metric is not drawn over it.")
     if times:
-        caption += (
-            " Virtual time is the simulated duration of rounds, with the client speeds and"
-            " stragglers of ClientFaults. A synchronous round ends with its slowest client, an"
-            " asynchronous one as soon as enough clients have finished."
-        )
+        caption += " Virtual time is the simulated duration of the rounds."
     return Section("Traffic and time", text, [picture("cost", caption, panels, groups, across)])
 
 
@@ -157,9 +147,6 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
         panels = dict(list(panels.items())[:MOST_PANELS])
     if not text and not panels:
         return None
-    caption = (
-        "Hyperparameters of the policy, and values logged by aggregators, transforms and callbacks."
-        " Values that differ between clients are means over the sampled clients."
-    )
+    caption = "Values that differ between clients are means over the sampled clients."
     pictures = [picture("hyperparameters", caption, panels, groups)] if panels else []
     return Section("Hyperparameters and other metrics", text, pictures)

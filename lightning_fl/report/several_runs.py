@@ -186,9 +186,8 @@ def _comparison(groups: Sequence[Group], measured: Sequence[Sequence[Measures]])
             row += [_interval(values)] if name == final else []
         rows.append(row)
     caption = (
-        "Mean ± sample standard deviation (n - 1) over the seeds of a group; a number of seeds in"
-        " parentheses means that the other runs lack the value. The interval is the"
-        " 95 % confidence interval of the mean by Student's t distribution, mean ± t s/√n."
+        "Mean ± sample standard deviation (n - 1) over the seeds that have the value. The interval"
+        " is the 95 % confidence interval of the mean by Student's t distribution, mean ± t s/√n."
     )
     tables = [Table(head, rows, caption, sortable=len(rows) > 2), *_differences(groups)]
     papers = [
@@ -287,10 +286,7 @@ def _clients(groups: Sequence[Group]) -> Section | None:
             panels.setdefault(label, []).append(line)
     if not panels:
         return None
-    caption = (
-        "Scores of the last round's model on each client's samples, in ascending order. A flat line"
-        " means that all clients have the same score."
-    )
+    caption = "Scores of the last round's model on each client's samples, in ascending order."
     across = "clients, worst first (%)"
     return Section("Clients", (), [picture("clients", caption, panels, groups, across)])
 
