@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from lightning_fl.federation.dropped import CAUSES
-from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, Line, lines
+from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, MOST_POINTS, Line, Lines
 from lightning_fl.report.groups import Group, common_time
 from lightning_fl.report.page import Picture, Section
 from lightning_fl.report.scores import STEPS, TOTAL, UP
@@ -50,7 +50,7 @@ def picture(
     caption: str,
     panels: Mapping[str, Sequence[Line]],
     groups: Sequence[Group],
-    across: Mapping[str, str] | str = "round",
+    across: Mapping[str, str] | None = None,
 ) -> Picture:
     """Return a picture of lines. Its caption says what bands are, and whether points are left out.
 
@@ -59,13 +59,23 @@ def picture(
         caption: Text below the picture.
         panels: Lines by label of the vertical axis.
         groups: Groups of runs, which have the same colors in all panels.
-        across: Label of the horizontal axis, one for all panels or one per panel.
+        across: Label of the horizontal axis of each panel; None means rounds.
     """
-    drawn = lines(panels, across, [group.name for group in groups] if len(groups) > 1 else ())
+    order = [group.name for group in groups] if len(groups) > 1 else ()
+    count = sum(len(each[:MOST_LINES]) for each in panels.values())
+    most = min(600, max(20, MOST_POINTS // count))
+    drawn = [
+        Lines(
+            ylabel,
+            [line.thinned(most) for line in each],
+            across[ylabel] if across else "round",
+            order,
+        )
+        for ylabel, each in panels.items()
+    ]
     if any(len(group.runs) > 1 for group in groups):
         caption += BANDS
-    points = [len(line.x) for each in panels.values() for line in each[:MOST_LINES]]
-    if points != [len(line.x) for panel in drawn for line in getattr(panel, "lines", ())]:
+    if any(len(line.x) > most for each in panels.values() for line in each):
         caption += THINNED
     return Picture(name, caption, drawn)
 

@@ -335,36 +335,6 @@ def _short(value: float) -> float | int:
     return round(value) if is_whole and abs(value) < 1e15 else float(f"{value:.6g}")
 
 
-def lines(
-    panels: Mapping[str, Sequence[Line]],
-    xlabel: Mapping[str, str] | str = "round",
-    order: Sequence[str] = (),
-) -> list[Panel]:
-    """Return panels of lines, with as many points as fit into a page.
-
-    Args:
-        panels: Lines of each panel, by the label of its vertical axis.
-        xlabel: Label of the horizontal axis, one for all panels or one per panel.
-        order: Labels with fixed colors in all panels, in the order of the colors.
-
-    Example:
-        >>> [panel] = lines({"accuracy": [Line("val_acc", [1, 2], [0.5, 0.75])]})
-        >>> panel.ylabel, panel.xlabel
-        ('accuracy', 'round')
-    """
-    most = max(20, MOST_POINTS // sum(len(drawn[:MOST_LINES]) for drawn in panels.values()))
-    most = min(most, 600)
-    return [
-        Lines(
-            label,
-            [line.thinned(most) for line in drawn],
-            xlabel if isinstance(xlabel, str) else xlabel[label],
-            order,
-        )
-        for label, drawn in panels.items()
-    ]
-
-
 @contextmanager
 def _style(salt: str = "") -> Iterator[None]:
     """Draw in the style of the report, with ids of SVG elements that depend on the salt."""

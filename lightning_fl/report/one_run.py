@@ -12,17 +12,10 @@ from lightning_fl.report.scores import STEPS, TOTAL, UP, final_and_best, with_de
 from lightning_fl.report.settings import settings
 from lightning_fl.report.words import SEPARATOR, counted, number
 
-#: Titles and captions of the figures that aggregators and policies draw.
+#: Captions of the figures that aggregators and policies draw.
 DRAWN_BY_RULES = {
-    "aggregator.png": (
-        "Aggregator",
-        "Figure of the aggregator: the tree of clusters with their clients, or the matched neurons"
-        " of the clients.",
-    ),
-    "policy.png": (
-        "Policy",
-        "Figure of the policy: the probability of each candidate over rounds and for each client.",
-    ),
+    "aggregator": "Figure of the aggregator: the tree of clusters, or the matched neurons.",
+    "policy": "Figure of the policy: the probability of each candidate, over rounds and by client.",
 }
 
 
@@ -68,10 +61,10 @@ def tested(run: Run) -> Section | None:
 
 def drawn_by_rule(run: Run, name: str) -> Section | None:
     """Show the figure of an aggregator or a policy; None if there is none."""
-    if name not in run.pictures:
+    if not (content := run.pictures.get(f"{name}.png")):
         return None
-    title, caption = DRAWN_BY_RULES[name]
-    return Section(title, (), [Picture(name.removesuffix(".png"), caption, (), run.pictures[name])])
+    picture = Picture(name, DRAWN_BY_RULES[name], (), content)
+    return Section(name.capitalize(), (), [picture])
 
 
 def rounds_table(run: Run) -> Section:

@@ -287,7 +287,7 @@ def _clients(groups: Sequence[Group]) -> Section | None:
     if not panels:
         return None
     caption = "Scores of the last round's model on each client's samples, in ascending order."
-    across = "clients, worst first (%)"
+    across = dict.fromkeys(panels, "clients, worst first (%)")
     return Section("Clients", (), [picture("clients", caption, panels, groups, across)])
 
 

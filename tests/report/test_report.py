@@ -22,6 +22,7 @@ from lightning_fl.report.curves import cost, progress
 from lightning_fl.report.figures import Line, Lines
 from lightning_fl.report.groups import Group
 from lightning_fl.report.one_run import about_run
+from lightning_fl.report.page import Picture
 from lightning_fl.report.scores import headline, with_derived
 from lightning_fl.report.several_runs import about_groups
 from lightning_fl.report.write import html
@@ -327,7 +328,7 @@ def test_runs_of_a_named_group_that_differ_are_a_warning(two_groups, tmp_path):
 
 def test_a_run_belongs_to_one_group(two_groups, tmp_path):
     named = {"one": two_groups, "": [two_groups / "version_0"]}
-    with pytest.raises(FederationError, match="in two groups, one and one without a name"):
+    with pytest.raises(FederationError, match="version_0 is in several groups: pass it once"):
         report(named, tmp_path / "twice.html")
 
 
@@ -492,11 +493,11 @@ def panels(monkeypatch, undrawn):
     """The lines of each picture and the labels of their horizontal axes, which are not drawn."""
     seen = []
 
-    def lines(drawn, across, order):
+    def picture(name, caption, drawn, groups, across=None):
         seen.append((drawn, across))
-        return []
+        return Picture(name, caption)
 
-    monkeypatch.setattr("lightning_fl.report.curves.lines", lines)
+    monkeypatch.setattr("lightning_fl.report.curves.picture", picture)
     return seen
 
 
@@ -721,7 +722,7 @@ def test_a_large_federation_fits_into_two_megabytes(folder, undrawn):
     page = page_of(report(path))
     assert (path / "report.html").stat().st_size < 2_000_000
     assert "The 200 worst and the 200 best of 10,000 clients;" in page.text
-    assert "Cells are groups of clients and rounds" in page.text
+    assert "(cells of several clients and rounds;" in page.text
     assert "Not every point is drawn" in page.text
     chart = charts(page)["client by round"]
     assert chart["rows"][0] == "clients 0 to 99"
