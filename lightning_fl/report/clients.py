@@ -60,7 +60,8 @@ def partition(run: Run) -> Section | None:
         text += f"; classes per client: {span([len(row) for row in counts if row])}"
     panels = _per_client("samples", sizes)
     caption = "Number of samples of each client"
-    names = sorted({name for row in counts for name in row}, key=_numeric)
+    # Classes are numbers: shorter ones are smaller.
+    names = sorted({name for row in counts for name in row}, key=lambda name: (len(name), name))
     if 0 < len(names) <= MOST_CLASSES:
         table = np.array([[row.get(name, 0) for name in names] for row in counts])
         drift = label_drift(torch.from_numpy(table)).tolist()
@@ -71,10 +72,6 @@ def partition(run: Run) -> Section | None:
             " samples by client and class (opacity: square root of the share of the largest cell)"
         )
     return Section("Partition", [text + "."], [Picture("partition", caption + ".", panels)])
-
-
-def _numeric(name: str) -> tuple[bool, float, str]:
-    return (False, int(name), "") if name.isdecimal() and len(name) < 9 else (True, 0, name)
 
 
 def _per_client(label: str, values: Sequence[float]) -> list[Panel]:
@@ -95,10 +92,9 @@ def _classes(table: np.ndarray[Any, Any], names: Sequence[str], run: Run) -> Pan
     colors = np.empty((*cells.shape, 4))
     colors[..., :3], colors[..., 3] = _rgb(0), np.sqrt(cells / max(1, cells.max()))
     columns = [_client_label(at, width, len(table), run) for at in starts]
-    rows = [f"class {name[:40]}" for name in names]
+    rows = [f"class {name}" for name in names]
     layers = {"samples": cells}
-    ticks = [name[:40] for name in names]
-    return Grid("class", "client", colors, rows, columns, layers, widths=(1, width), ticks=ticks)
+    return Grid("class", "client", colors, rows, columns, layers, widths=(1, width), ticks=names)
 
 
 def _client_label(first: int, width: int, count: int, run: Run) -> str:

@@ -184,7 +184,7 @@ class Lines(Panel):
     def values(self) -> dict[str, Any]:
         """Return label, color, positions, values and bands of the lines."""
         lines = [
-            {"n": line.label[:80], "c": at % len(COLORS), "x": _json(line.x), "y": _json(line.y)}
+            {"n": line.label, "c": at % len(COLORS), "x": _json(line.x), "y": _json(line.y)}
             | ({"b": _json(line.band)} if any(b > 0 for b in line.band) else {})
             | ({"names": list(line.names)} if line.names else {})
             for at, line in self._drawn()
@@ -242,7 +242,7 @@ class Bars(Panel):
         """Return the counts of all kinds at the positions that have one."""
         x = sorted({x for counts in self.kinds.values() for x in counts})
         lines = [
-            {"n": kind[:80], "c": at % len(COLORS), "y": _json([counts.get(i, 0) for i in x])}
+            {"n": kind, "c": at % len(COLORS), "y": _json([counts.get(i, 0) for i in x])}
             for at, kind, counts in self._colored()
         ]
         return {"x": x, "lines": lines, "bars": self.width}

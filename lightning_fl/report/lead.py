@@ -21,6 +21,9 @@ from lightning_fl.report.scores import (
 )
 from lightning_fl.report.words import counted, listed, number, seconds, size, span
 
+#: Remedy for a test that does not fit its run.
+AGAIN = "To test it as it is now, run lightning-fl test with --config config.yaml of the run."
+
 
 def warnings(run: Run) -> Iterator[str]:
     """Yield warnings: an unfinished or resumed run, another test, unreadable files."""
@@ -34,17 +37,10 @@ def warnings(run: Run) -> Iterator[str]:
         )
     if differing := run.test.get("differing options"):
         changes = [f"{name} is {now}, was {was}" for name, (was, now) in differing.items()]
-        yield (
-            f"{run.name} was tested with other options than those of the fit:"
-            f" {listed(changes, 5, '; ')}. To use the same options, run test with --config"
-            " config.yaml of the run."
-        )
+        yield f"{run.name} was tested with other options: {listed(changes, 5, '; ')}. {AGAIN}"
     at, last = run.test.get("round"), f"{run.config.get('checkpoint.filename')}.ckpt"
     if at not in (None, run.rounds) and run.test["checkpoint"] == last:
-        yield (
-            f"{run.name} was tested after round {at} of {run.rounds}. To test the last round, run"
-            " test with --config config.yaml of the run."
-        )
+        yield f"{run.name} was tested after round {at} of {run.rounds}. {AGAIN}"
     yield from (f"{run.name} was {resumed}." for resumed in run.resumed)
     yield from (f"{run.name}: {note}" for note in run.notes)
 

@@ -8,7 +8,7 @@ from lightning_fl.report.groups import Group
 from lightning_fl.report.lead import key_figures, setting, warnings
 from lightning_fl.report.page import Picture, Report, Section, Table
 from lightning_fl.report.run import Run
-from lightning_fl.report.scores import STEPS, TOTAL, UP, final_and_best, with_derived
+from lightning_fl.report.scores import STEPS, TOTAL, UP, final_and_best, headline, with_derived
 from lightning_fl.report.settings import settings
 from lightning_fl.report.words import SEPARATOR, counted, number
 
@@ -26,7 +26,7 @@ def about_run(run: Run, title: str | None = None) -> Report:
         run: The run.
         title: Title of the page; None derives it from the name of the run.
     """
-    (run,) = with_derived([run])
+    run = with_derived(run, *headline([run]))
     alone = [Group(run.name, [run])]
     sections = [
         progress(alone),

@@ -15,26 +15,17 @@ from lightning_fl.report.run import Row, Run
 UP, TOTAL, STEPS = "MB up", "MB up and down", "local steps per client"
 
 
-def with_derived(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs of a page with their common metric and added columns.
-
-    The columns are the mean local steps per client and the cumulative traffic.
-    """
-    metric, mode = headline(runs)
-    return [replace(run, rows=_derived(run.rows), metric=metric, mode=mode) for run in runs]
-
-
-def _derived(rows: Sequence[Row]) -> list[Row]:
-    derived, up, both = [], 0.0, 0.0
-    for row in rows:
-        row = dict(row)
+def with_derived(run: Run, metric: str | None, mode: str) -> Run:
+    """Return a run with the metric of its page, local steps per client and traffic so far."""
+    rows, up, both = [], 0.0, 0.0
+    for row in map(dict, run.rows):
         if row.get("clients") and "num_steps" in row:
             row[STEPS] = row["num_steps"] / row["clients"]
         if "bytes_up" in row:
             up, both = up + row["bytes_up"], both + row["bytes_up"] + row["bytes_down"]
             row |= {UP: up / 1e6, TOTAL: both / 1e6}
-        derived.append(row)
-    return derived
+        rows.append(row)
+    return replace(run, rows=rows, metric=metric, mode=mode)
 
 
 def finite(values: Iterable[float]) -> list[float]:

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from lightning_fl.report.scores import (
     client_metric,
     client_scores,
     final_and_best,
+    headline,
     total,
     with_derived,
     worst_decile,
@@ -53,8 +53,11 @@ def about_groups(
         title: Title of the page; None derives it from the number of runs.
         left_out: Warnings about runs that were skipped.
     """
-    derived = iter(with_derived([run for each in groups for run in each.runs]))
-    groups = [replace(each, runs=list(islice(derived, len(each.runs)))) for each in groups]
+    metric, mode = headline([run for each in groups for run in each.runs])
+    groups = [
+        replace(each, runs=[with_derived(run, metric, mode) for run in each.runs])
+        for each in groups
+    ]
     runs = [run for each in groups for run in each.runs]
     time = common_time(runs)
     measured = [[_measures(run, time) for run in each.runs] for each in groups]

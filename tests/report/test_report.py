@@ -509,7 +509,7 @@ def test_one_run_has_its_columns_in_one_panel_and_groups_have_a_panel_per_column
     rounds = (
         "round,clients,bytes_up,bytes_down,virtual_time,val_acc\n1,2,2e6,1e6,5,0.5\n2,2,2e6,0,9,1\n"
     )
-    (run,) = with_derived([read_run(folder(rounds__csv=rounds))])
+    run = with_derived(read_run(folder(rounds__csv=rounds)), "val_acc", "max")
     cost([Group("a", [run])])
     cost([Group("a", [run]), Group("b", [run])])
     (alone, across), (several, _) = panels
