@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Evaluated models of a client, in the order of logged metrics.
 KINDS = ("global", "server", "personal", "kept", "local")
+#: Points of a line.
+Points: TypeAlias = Sequence[tuple[float, float]]
 
 
 @rank_zero_only
@@ -71,16 +73,28 @@ def client_figure(rows: Sequence[Mapping[str, float]]) -> Figure:
         >>> len(figure.axes[0].lines)
         2
     """
+    scores = {kind: sorted(row[kind] for row in rows if kind in row) for kind in KINDS}
+    lines = {kind: list(enumerate(values, 1)) for kind, values in scores.items() if values}
+    return line_figure({"score on local test samples": lines}, "clients, worst first")
+
+
+def line_figure(panels: Mapping[str, Mapping[str, Points]], xlabel: str) -> Figure:
+    """Plot lines by label, in panels by the label of their vertical axis.
+
+    Example:
+        >>> line_figure({"loss": {"train": [(1, 0.5), (2, 0.25)]}}, "round").axes[0].get_xlabel()
+        'round'
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for kind in KINDS:
-        values = sorted(row[kind] for row in rows if kind in row)
-        if values:
-            axes.plot(range(1, len(values) + 1), values, marker=".", label=kind)
-    axes.set(xlabel="clients, worst first", ylabel="score on local test samples")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    figure = Figure(figsize=(5 * len(panels), 3.6), layout="constrained")
+    every = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (ylabel, lines) in zip(every, panels.items(), strict=True):
+        for label, points in lines.items():
+            marker = "." if len(points) < 40 else ""
+            axes.plot(*zip(*points, strict=True), marker=marker, label=label)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,14 +17,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.aggregators.matching import NeuronMatching
+from lightning_fl.callbacks.client_table import Points, line_figure
 from lightning_fl.callbacks.faults import ClientFaults
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.participation import Participation
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
-from lightning_fl.federation.measures import evaluating, on_device
+from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.files import csv_text, write_atomically
-from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.options import check_integer
 from lightning_fl.partition import plot
@@ -272,20 +272,18 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
     )
     own: dict[int, float] = {}
     reason: str | None = None
-    with ExitStack() as undo:
-        undo.enter_context(evaluating(runner.module))
-        undo.enter_context(torch.no_grad())
-        undo.enter_context(seeded_rng(0, runner.module.device))
-        if has_several:
-            server = undo.enter_context(_kept(runner))
+    with _kept(runner) if has_several else nullcontext() as server:
+        if server is not None:
             rule.start(server.vector)
         try:
             for client in range(trainer.global_rank, len(data.num_samples), trainer.world_size):
-                if has_several:
+                if server is not None:
                     vector = rule.models_for(torch.tensor([client]))[0]
                     runner.write(ServerState(vector, server.counters))
                     runner.restore(loop.fit.memory.of_runner(client))
-                own[client] = _accuracy(trainer, runner.module, data.samples_of(client), most)
+                batches = _covering(data.samples_of(client), most)
+                scores = torch.cat(evaluate(trainer, runner.module, batches, accuracy, seed=0))
+                own[client] = float(scores[:most].mean())
         except Exception as error:  # in a user's module: must not fail a finished run
             reason = f"{type(error).__name__}: {error}"
     every = gathered((own, reason)) if trainer.world_size > 1 else [(own, reason)]
@@ -308,23 +306,13 @@ def _kept(runner: ClientRunner) -> Iterator[ServerState]:
         runner.restore(private)
 
 
-def _accuracy(
-    trainer: Trainer, module: LightningModule, batches: Iterable[Any], most: int
-) -> float:
-    """Return the accuracy on the first ``most`` samples."""
-    right, count = torch.zeros((), dtype=torch.int64, device=module.device), 0
+def _covering(batches: Iterable[Any], most: int) -> Iterator[Any]:
+    """Yield batches ``(x, y)`` until they have this many samples."""
+    count = 0
     for batch in batches:
-        x, y = (part[: most - count] for part in on_device(trainer, batch))
-        with trainer.precision_plugin.val_step_context():
-            out = module(x)
-        if y.ndim != 1 or y.is_floating_point() or out.ndim != 2 or out.shape[1] < 2:
-            raise ValueError(
-                "the samples have no class labels, or the module does not return class scores"
-            )
-        right += (out.argmax(1) == y).sum()
-        if (count := count + len(y)) >= most:
+        yield batch
+        if (count := count + len(batch[1])) >= most:
             break
-    return int(right) / count
 
 
 def round_figure(rows: Sequence[dict[str, Any]]) -> Figure:
@@ -338,28 +326,16 @@ def round_figure(rows: Sequence[dict[str, Any]]) -> Figure:
         >>> [axes.get_ylabel() for axes in figure.axes]
         ['accuracy', 'loss']
     """
-    from matplotlib.figure import Figure
-
     names = list(dict.fromkeys(name for row in rows for name in row))
-    panels = {
-        label: [n for n in names if part in n]
-        for label, part in (("accuracy", "acc"), ("loss", "loss"))
-    }
-    panels = {label: columns for label, columns in panels.items() if columns} or {"lr": ["lr"]}
-    figure = Figure(figsize=(5 * len(panels), 3.6), layout="constrained")
-    for axes, (label, columns) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-    ):
-        for name in columns:
-            points = [(row["round"], row[name]) for row in rows if name in row]
-            axes.plot(
-                *zip(*points, strict=True), marker="." if len(points) < 40 else "", label=name
-            )
-        axes.set(xlabel="round", ylabel=label)
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    panels: dict[str, dict[str, Points]] = {}
+    for label, part in (("accuracy", "acc"), ("loss", "loss")):
+        if columns := [name for name in names if part in name]:
+            panels[label] = {name: _column(rows, name) for name in columns}
+    return line_figure(panels or {"lr": {"lr": _column(rows, "lr")}}, "round")
+
+
+def _column(rows: Sequence[dict[str, Any]], name: str) -> Points:
+    return [(row["round"], row[name]) for row in rows if name in row]
 
 
 def _first(trainer: Trainer, kind: type[_Callback]) -> _Callback | None:

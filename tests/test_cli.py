@@ -112,7 +112,7 @@ def test_a_report_is_made_of_runs(cli, tmp_path, pictures):
     out = cli("report", "runs/version_1")
     assert out == "Written to runs/version_1/report.html\n"
     text = (tmp_path / "runs" / "version_1" / "report.html").read_text()
-    assert "In each of 2 rounds 5 of 10 clients were sampled" in text
+    assert "5 of 10 clients per round" in text
     assert "own training samples" in text
     assert "warning" not in text.partition("<body>")[2]
     assert cli("report", "runs", "--title=Both", "--output=both.html") == "Written to both.html\n"

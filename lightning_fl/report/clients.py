@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_fl.callbacks.client_table import summary
+from lightning_fl.callbacks.client_table import KINDS, summary
 from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.partition import label_drift
 from lightning_fl.report.figures import COLORS, Bars, Grid, Line, Lines, Panel
@@ -21,8 +21,8 @@ from lightning_fl.report.run import Outcomes, Row, Run
 from lightning_fl.report.scores import client_metric, client_scores, drops, finite, total
 from lightning_fl.report.words import counted, number, span
 
-#: Counts by kind and position, the input of :class:`Bars`.
-Counts = dict[str, dict[int, int]]
+#: Values by client, by name of the column of the table of clients.
+Columns = dict[str, dict[int, float]]
 #: Descriptions of the kinds of :class:`PersonalizedEvaluation`.
 MEANINGS = {
     "global": "the global model without local tensors of the client",
@@ -51,33 +51,27 @@ def partition(run: Run) -> Section | None:
     """Describe the partition of the data; None if it is unknown."""
     if not (sizes := run.partition.get("sizes")):
         return None
-    classes = run.partition["classes"]
+    counts = run.partition["counts"]
     text = (
-        f"{split_rule(run)}, seed {run.partition.get('seed')}: {counted(len(sizes), 'client')} with"
+        f"{split_rule(run)}, seed {run.partition['seed']}: {counted(len(sizes), 'client')} with"
         f" {span(sizes)} samples{_median(sizes)}"
     )
-    if classes:
-        text += f" of {span(classes)} class{'es' * (max(classes) != 1)} each"
+    if any(counts):
+        text += f"; classes per client: {span([len(row) for row in counts if row])}"
     panels = _per_client("samples", sizes)
     caption = "Number of samples of each client"
-    counts = run.partition["counts"]
-    names = sorted({name for row in counts for name in row}, key=_numeric)
+    # Classes are numbers: shorter ones are smaller.
+    names = sorted({name for row in counts for name in row}, key=lambda name: (len(name), name))
     if 0 < len(names) <= MOST_CLASSES:
         table = np.array([[row.get(name, 0) for name in names] for row in counts])
         drift = label_drift(torch.from_numpy(table)).tolist()
         panels += _per_client("drift of the classes", drift)
         panels.append(_classes(table, names, run))
         caption += (
-            "; distance of its class proportions from those of all clients (total variation, 0 to"
-            " 1); number of samples by client and class, where the opacity is the square root of"
-            " the share of the largest cell"
+            "; distance of its class proportions from those of all clients (total variation);"
+            " samples by client and class (opacity: square root of the share of the largest cell)"
         )
-    pictures = [Picture("partition", caption + ".", panels)]
-    return Section("Partition", [text + "."], pictures)
-
-
-def _numeric(name: str) -> tuple[bool, float, str]:
-    return (False, int(name), "") if name.isdecimal() and len(name) < 9 else (True, 0, name)
+    return Section("Partition", [text + "."], [Picture("partition", caption + ".", panels)])
 
 
 def _per_client(label: str, values: Sequence[float]) -> list[Panel]:
@@ -98,17 +92,14 @@ def _classes(table: np.ndarray[Any, Any], names: Sequence[str], run: Run) -> Pan
     colors = np.empty((*cells.shape, 4))
     colors[..., :3], colors[..., 3] = _rgb(0), np.sqrt(cells / max(1, cells.max()))
     columns = [_client_label(at, width, len(table), run) for at in starts]
-    rows = [f"class {name[:40]}" for name in names]
+    rows = [f"class {name}" for name in names]
     layers = {"samples": cells}
-    ticks = [name[:40] for name in names]
-    return Grid("class", "client", colors, rows, columns, layers, widths=(1, width), ticks=ticks)
+    return Grid("class", "client", colors, rows, columns, layers, widths=(1, width), ticks=names)
 
 
 def _client_label(first: int, width: int, count: int, run: Run) -> str:
     last = min(first + width, count) - 1
-    if last > first:
-        return f"clients {first} to {last}"
-    return client_label(first, run)
+    return f"clients {first} to {last}" if last > first else client_label(first, run)
 
 
 def _rgb(color: int) -> list[float]:
@@ -117,53 +108,37 @@ def _rgb(color: int) -> list[float]:
 
 def participation(run: Run) -> Section:
     """Show which clients were sampled, and which updates were dropped."""
-    count = total(run, "dropped")
-    text = f"In each round {sampled(run)}."
-    text += f" {dropped(run)}" if count else ""
-    text += " No update was dropped." if total(run, "clients") and not count else ""
+    text = [f"{sampled(run)} were sampled per round. {dropped(run)}"]
     panels: list[Panel] = []
-    faults = _faults_by_round(run)
-    if faults or count:
-        label = "clients with a fault" if faults else "updates dropped"
-        panels.append(_bars_by_round(label, faults or _drops_by_cause(run)))
-    times = _by_client(run, "rounds")
-    if times and (len(set(times.values())) > 1 or count):
-        panels.append(_rounds_of_clients(run, times))
-        text += _range_of_rounds(list(times.values()))
-    texts = [text]
+    by_cause = drops(run)
+    if faults := _faults_by_round(run):
+        panels.append(_bars_by_round("clients with a fault", faults))
+    elif by_cause:
+        panels.append(_bars_by_round("updates dropped", by_cause))
     if run.faults is None:
-        texts.append("To simulate failing clients, add --trainer.callbacks+=ClientFaults.")
+        text.append("To simulate failing clients, add --trainer.callbacks+=ClientFaults.")
+    caption = "Faults or dropped updates per round; number of rounds of each client"
     if run.outcomes is not None:
+        times = (run.outcomes.codes > 0).sum(0).tolist()
+        text[0] += f" Rounds per client: {span(times)}{_median(times)}."
+        if len(set(times)) > 1 or by_cause:
+            panels.append(_rounds_of_clients(run.outcomes, times))
         panels.append(_who_when(run.outcomes, run))
-    title = "Participation and faults"
-    if not panels:
-        return Section(title, texts)
-    caption = "Faults or dropped updates per round; number of rounds of each client."
-    if faults:
-        caption += (
-            " Updates with dropout, crash, nan or late are dropped; blowup scales an update by a"
-            " large factor."
-        )
-    if run.outcomes is not None:
-        caption += " Clients and rounds: who was sampled in which round, and what happened."
+        caption += "; what happened to each client in each round"
         if max(_widths(run.outcomes)) > 1:
-            caption += (
-                " Cells are groups of clients and rounds, because there are too many to draw each."
-                " The opacity is the share of sampled clients, relative to the fullest cell."
-            )
-    return Section(title, texts, [Picture("participation", caption, panels)], _causes(run))
+            caption += " (cells of several clients and rounds; opacity: share of sampled clients)"
+    pictures = [Picture("participation", f"{caption}.", panels)] if panels else []
+    return Section("Participation and faults", text, pictures, _causes(run, by_cause))
 
 
-def _bars_by_round(label: str, counts: Counts) -> Panel:
+def _bars_by_round(label: str, counts: Mapping[str, Mapping[int, float]]) -> Panel:
     """Return a panel of bars, in stretches of rounds if there are many rounds."""
     rounds = [at for by_round in counts.values() for at in by_round]
     width = -(-(max(rounds) - min(rounds) + 1) // MOST_BARS)
-    sums: dict[str, dict[int, float]] = {}
+    sums: dict[str, Counter[int]] = {kind: Counter() for kind in counts}
     for kind, by_round in counts.items():
-        summed = sums.setdefault(kind, {})
         for at, count in by_round.items():
-            first = (at - 1) // width * width + 1
-            summed[first] = summed.get(first, 0) + count
+            sums[kind][(at - 1) // width * width + 1] += int(count)
     xlabel = "round" if width == 1 else f"{width} rounds from round"
     return Bars(label, xlabel, sums, width, [PLACES.get(kind, 5) for kind in sums])
 
@@ -222,68 +197,40 @@ def _who_when(outcomes: Outcomes, run: Run) -> Panel:
     )
 
 
-def _faults_by_round(run: Run) -> Counts:
+def _faults_by_round(run: Run) -> dict[str, Counter[int]]:
     """Return the number of clients per fault and round, with faults in order of occurrence."""
     counts: dict[str, Counter[int]] = {}
     for at, _, fault in run.faults or ():
         counts.setdefault(fault, Counter())[at] += 1
-    return {fault: dict(sorted(rounds.items())) for fault, rounds in counts.items()}
+    return counts
 
 
-def _causes(run: Run) -> list[Table]:
+def _causes(run: Run, by_cause: Mapping[str, Mapping[int, float]]) -> list[Table]:
     """Return the number of dropped updates by cause, and of updates that a fault has changed."""
     asked = total(run, "clients")
-    causes = drops(run)
+    counts = {cause: sum(by_round.values()) for cause, by_round in by_cause.items()}
     if blown := sum(fault == "blowup" for _, _, fault in run.faults or ()):
-        causes["blowup, not dropped"] = blown
+        counts["blowup, not dropped"] = blown
     rows = [
-        [words, number(n), f"{100 * n / asked:.1f} %" if asked else "-"]
-        for words, n in causes.items()
+        [cause, number(count), f"{100 * count / asked:.1f} %"] for cause, count in counts.items()
     ]
     return [Table(["cause", "updates", "of all updates"], rows)] if rows else []
 
 
-def _drops_by_cause(run: Run) -> Counts:
-    """Return the number of dropped updates per round, by cause if all causes are known."""
-    counts = {
-        words: {int(at): int(n) for at, n in run.column(cause) if math.isfinite(n) and n > 0}
-        for cause, words in {**CAUSES, "dropped": "dropped"}.items()
-    }
-    every = counts.pop("dropped")
-    by_cause = {words: rounds for words, rounds in counts.items() if rounds}
-    known = sum(sum(rounds.values()) for rounds in by_cause.values())
-    return by_cause if known == sum(every.values()) else {"dropped": every}
-
-
-def _by_client(run: Run, name: str) -> dict[int, int]:
-    """Return a column of the participation table by client, without values that are missing."""
-    rows = [row for row in run.participation if math.isfinite(row.get(name, math.nan))]
-    return {int(row["client"]): int(row[name]) for row in rows}
-
-
-def _rounds_of_clients(run: Run, times: Mapping[int, int]) -> Panel:
+def _rounds_of_clients(outcomes: Outcomes, times: Sequence[int]) -> Panel:
     """Return a panel with one bar per client, or with a histogram if there are many clients."""
     if len(times) > MOST_CLIENTS:
-        ranked = sorted(times.values())
-        width = -(-(ranked[-1] - ranked[0] + 1) // MOST_BARS)
-        histogram = Counter((n - ranked[0]) // width * width + ranked[0] for n in ranked)
+        first = min(times)
+        width = -(-(max(times) - first + 1) // MOST_BARS)
+        histogram = Counter((n - first) // width * width + first for n in sorted(times))
         label = "rounds in which a client was sampled"
-        return Bars("clients", label, {"clients": dict(sorted(histogram.items()))}, width)
-    kinds: Counts
-    if run.outcomes is not None:
-        counts = [(run.outcomes.codes == code).sum(0) for code in range(len(run.outcomes.names))]
-        named = zip(run.outcomes.names[1:], counts[1:], strict=True)
-        kinds = {name: dict(enumerate(each.tolist())) for name, each in named if each.any()}
-    else:
-        gone = dict.fromkeys(times, 0) | _by_client(run, "dropped")
-        kinds = {"arrived": {c: n - gone[c] for c, n in times.items()}, "dropped": gone}
-    places = [PLACES.get(kind, 5) for kind in kinds]
-    return Bars("rounds of the client", "client", kinds, 1, places)
-
-
-def _range_of_rounds(times: Sequence[int]) -> str:
-    noun = "round" if max(times) == 1 == min(times) else "rounds"
-    return f" Each client was sampled in {span(times)} {noun}{_median(times)}."
+        return Bars("clients", label, {"clients": histogram}, width)
+    counts = {
+        name: dict(enumerate((outcomes.codes == code).sum(0).tolist()))
+        for code, name in enumerate(outcomes.names)
+        if code > 0 and (outcomes.codes == code).any()
+    }
+    return Bars("rounds of the client", "client", counts, 1, [PLACES.get(c, 5) for c in counts])
 
 
 def _median(values: Sequence[float]) -> str:
@@ -293,32 +240,35 @@ def _median(values: Sequence[float]) -> str:
 
 def clients(run: Run) -> Section:
     """Show the accuracy of the last round's models for each client, and what happened to it."""
-    title, (samples, scores), metric = "Clients", client_scores(run), client_metric(run)
+    samples, scores = client_scores(run)
+    remedy = (
+        "add --trainer.callbacks+=PersonalizedEvaluation and --data.init_args.local_test_size=0.2"
+    )
     text = []
     if not scores:
         why = run.environment.get("no train_acc")
-        reason = f" ({why})" if isinstance(why, str) else ""
         text.append(
-            f"The accuracy of each client was not measured{reason}. To measure it on local test"
-            " samples, give the module a forward that returns one score per class, and add"
-            " --trainer.callbacks+=PersonalizedEvaluation and --data.init_args.local_test_size=0.2."
+            f"The accuracy of each client was not measured{f' ({why})' if why else ''}. For local"
+            f" test samples, {remedy}."
         )
-    if "server" in scores:
-        server = summary(scores["server"], "server")
+    elif samples == "own training samples":
         text.append(
-            f"The mean {metric} of clients on their {samples} is {number(server['mean'])}, with a"
-            f" standard deviation of {number(server['std'])}. The mean of the worst tenth is"
-            f" {number(server['worst'])}."
+            f"Accuracy on training samples is optimistic. For local test samples, {remedy}."
         )
-    if scores and samples == "own training samples":
-        text.append(
-            "Accuracy on training samples is optimistic. PersonalizedEvaluation uses local test"
-            " samples (--data.init_args.local_test_size=0.2)."
+    columns = _columns(run, scores)
+    ranked = _ranked(columns, next(iter(scores), None))
+    half = MOST_ROWS // 2
+    shown = ranked if len(ranked) <= MOST_ROWS else ranked[:half] + ranked[-half:]
+    caption = "All clients, worst first."
+    if len(shown) < len(ranked):
+        caption = (
+            f"The {half} worst and the {half} best of {number(len(ranked))} clients;"
+            " participation.csv and clients.csv have all."
         )
+    table = _table(run, columns, shown, f"{caption} Click on the name of a column to sort by it.")
     pictures = [_spread_picture(samples, scores, run)] if scores else []
-    table, shown = _table(run, scores)
-    tables = ([_spread_table(scores)] if scores else []) + ([table] if table.rows else [])
-    return Section(title, text, pictures, tables, (), _history(run, shown, scores))
+    tables = [*([_spread_table(scores)] if scores else []), *([table] if shown else [])]
+    return Section("Clients", text, pictures, tables, (), _history(run, columns, shown))
 
 
 def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]], run: Run) -> Picture:
@@ -329,20 +279,12 @@ def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]], run: Run)
         for kind, rows in scores.items()
     ]
     shade = (0.5, max(1, most // 10) + 0.5)
-    panels: list[Panel] = [
-        Lines(
-            f"{metric} on {samples}",
-            ranked,
-            "clients, worst first (gray: worst tenth)",
-            shade=shade,
-        )
-    ]
+    ylabel, across = f"{metric} on {samples}", "clients, worst first (gray: worst tenth)"
+    panels: list[Panel] = [Lines(ylabel, ranked, across, shade=shade)]
     caption = f"The {metric} of the last round's models on each client's {samples}, ascending"
     points = [_points(kind, rows, run) for kind, rows in scores.items()]
     if len({x for line in points for x in line.x}) > 1:
-        panels.append(
-            Lines(f"{metric} on {samples}", points, "training samples of the client", joined=False)
-        )
+        panels.append(Lines(ylabel, points, "training samples of the client", joined=False))
         caption += ", and by number of training samples"
         if most > MOST_POINTS:
             caption += f" ({number(len(points[0].x))} of {number(most)} clients)"
@@ -367,100 +309,72 @@ def _spread_table(scores: Mapping[str, Sequence[Row]]) -> Table:
     return Table(head, rows)
 
 
-def _table(run: Run, scores: Mapping[str, Sequence[Row]]) -> tuple[Table, list[int]]:
-    """Return the table of clients, worst first, and the ids of the clients in it."""
-    by_client: dict[int, dict[str, Any]] = {}
-    for at, size in enumerate(run.partition.get("sizes", ())):
-        by_client[at] = {"training samples": size}
-    for row in run.participation:
-        cells = by_client.setdefault(int(row["client"]), {})
-        cells["training samples"] = row.get("train_samples", cells.get("training samples"))
-        cells |= {"rounds": row.get("rounds"), "dropped": row.get("dropped")}
+def _columns(run: Run, scores: Mapping[str, Sequence[Row]]) -> Columns:
+    """Return the columns of the table of clients."""
+    columns: Columns = {"training samples": dict(enumerate(run.partition.get("sizes", ())))}
+    for name in ("train_samples", "rounds", "dropped"):
+        if run.participation and name in run.participation[0]:
+            values = {int(row["client"]): row[name] for row in run.participation}
+            columns[name.replace("train_", "training ")] = values
     if run.outcomes is not None:
-        names, codes = run.outcomes.names, run.outcomes.codes
-        for code in range(2, len(names)):
-            if (counts := (codes == code).sum(0)).any():
-                for at, count in enumerate(counts.tolist()):
-                    by_client.setdefault(at, {})[names[code]] = count
+        for code, name in enumerate(run.outcomes.names):
+            counts = (run.outcomes.codes == code).sum(0)
+            if code > 1 and counts.any():
+                columns[name] = dict(enumerate(counts.tolist()))
     for kind, rows in scores.items():
-        for row in rows:
-            cells = by_client.setdefault(int(row["client"]), {})
-            cells.setdefault("training samples", row.get("train_samples"))
-            cells[kind] = row[kind]
-    first = next(iter(scores), None)
+        columns[kind] = {int(row["client"]): row[kind] for row in rows}
+    return {name: values for name, values in columns.items() if values}
 
-    def rank(client: int) -> tuple[float, float, int]:
-        cells = by_client[client]
-        score = cells.get(first, math.inf) if first else 0
-        return score, -finite([cells.get("dropped") or 0, 0])[0], client
 
-    ranked = sorted(by_client, key=rank)
-    caption = "All clients, worst first. Click on the name of a column to sort by it."
-    if len(ranked) > MOST_ROWS:
-        half = MOST_ROWS // 2
-        caption = (
-            f"The {half} worst and the {half} best of {number(len(ranked))} clients. Click on the"
-            " name of a column to sort by it. participation.csv and clients.csv have all clients."
-        )
-        ranked = ranked[:half] + ranked[-half:]
-    columns = list(
-        dict.fromkeys(n for c in ranked for n, v in by_client[c].items() if v is not None)
-    )
-    columns.sort(key=lambda name: name in scores)
-    lines = []
-    for client in ranked:
-        line = [str(client), *(number(by_client[client].get(name)) for name in columns)]
-        if run.names:
-            line.insert(1, run.names.get(client, "-"))
-        lines.append(line)
+def _ranked(columns: Columns, kind: str | None) -> list[int]:
+    """Return the ids of the clients, from the lowest score and the most drops."""
+    scores, drops = columns.get(kind or "", {}), columns.get("dropped", {})
+    every = {client for values in columns.values() for client in values}
+    return sorted(every, key=lambda c: (scores.get(c, math.inf), -drops.get(c, 0), c))
+
+
+def _table(run: Run, columns: Columns, shown: Sequence[int], caption: str) -> Table:
+    """Return the table of clients."""
     head = ["client", *(["name"] if run.names else []), *columns]
-    return Table(head, lines, caption, sortable=True), ranked
+    rows = [
+        [
+            str(client),
+            *([run.names.get(client, "-")] if run.names else []),
+            *(number(values.get(client)) for values in columns.values()),
+        ]
+        for client in shown
+    ]
+    return Table(head, rows, caption, sortable=True)
 
 
-def _history(
-    run: Run, shown: Sequence[int], scores: Mapping[str, Sequence[Row]]
-) -> dict[str, Any] | None:
+def _history(run: Run, columns: Columns, shown: Sequence[int]) -> dict[str, Any] | None:
     """Return the outcomes of clients by round, of as many clients as fit into a page."""
     if run.outcomes is None:
         return None
     names, codes = run.outcomes.names, run.outcomes.codes
     metric = client_metric(run)
-    by_kind = {
-        kind: {int(row["client"]): row[kind] for row in rows} for kind, rows in scores.items()
-    }
-    # Of the partition, some may be held out as test samples of the client.
-    sizes = dict(enumerate(run.partition.get("sizes", ()))) | _by_client(run, "train_samples")
     clients: dict[str, str] = {}
     facts: dict[str, dict[str, str]] = {}
     room = MOST_HISTORY
     for client in shown:
-        if client >= codes.shape[1]:
-            continue
         text = _run_lengths(codes[:, client])
         if (room := room - len(text)) < 0:
             break
-        words = [
-            f"{kind} {metric} {number(by_client[client])}"
-            for kind, by_client in by_kind.items()
-            if client in by_client
+        words = [counted(columns["training samples"][client], "training sample")]
+        words += [
+            f"{kind} {metric} {number(columns[kind][client])}"
+            for kind in KINDS
+            if client in columns.get(kind, {})
         ]
-        if (size := sizes.get(client)) is not None:
-            words.insert(0, counted(size, "training sample"))
         clients[str(client)] = text
-        facts[str(client)] = {
-            "name": client_label(client, run),
-            "text": f"{', '.join(words)}." if words else "",
-        }
-    if not clients:
-        return None
+        facts[str(client)] = {"name": client_label(client, run), "text": f"{', '.join(words)}."}
+    every = codes.shape[1]
     return {
         "outcomes": names,
         "colors": [_color(code) for code in range(len(names))],
         "clients": clients,
         "facts": facts,
-        "note": f"{number(len(clients))} of {number(codes.shape[1])} clients"
-        if len(clients) < codes.shape[1]
-        else "",
+        "note": f"{len(clients)} of {number(every)} clients" if len(clients) < every else "",
     }
 
 

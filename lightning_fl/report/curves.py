@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from lightning_fl.federation.dropped import CAUSES
-from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, Line, lines
+from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, MOST_POINTS, Line, Lines
 from lightning_fl.report.groups import Group, common_time
 from lightning_fl.report.page import Picture, Section
-from lightning_fl.report.scores import STEPS, TOTAL, UP, headline
+from lightning_fl.report.scores import STEPS, TOTAL, UP
 from lightning_fl.report.words import number
 
 #: Columns of the table of rounds that other sections of the page show.
@@ -18,14 +18,10 @@ KNOWN |= {"virtual_time", UP, TOTAL, *CAUSES}
 SENT, TIME = "MB so far", "virtual time (s)"
 #: Texts of captions on bands and on points that are left out.
 BANDS = (
-    " Lines are means over seeds, as far as all runs of a group go. Bands are 95 % confidence"
-    " intervals of the mean by Student's t distribution, which are wide for few seeds; they are cut"
-    " off at the edge of the panel."
+    " Lines: means over the seeds of a group, in rounds that all its runs have."
+    " Bands: 95 % confidence intervals of the mean (Student's t), cut off at the edge of the panel."
 )
-THINNED = (
-    " Not every point is drawn: of each stretch, the lines have the lowest and the highest value."
-    " rounds.csv has all."
-)
+THINNED = " Not every point is drawn, but the lowest and the highest of each stretch."
 
 
 def _line(group: Group, name: str, label: str, against: str | None = None) -> Line | None:
@@ -54,7 +50,7 @@ def picture(
     caption: str,
     panels: Mapping[str, Sequence[Line]],
     groups: Sequence[Group],
-    across: Mapping[str, str] | str = "round",
+    across: Mapping[str, str] | None = None,
 ) -> Picture:
     """Return a picture of lines. Its caption says what bands are, and whether points are left out.
 
@@ -63,39 +59,48 @@ def picture(
         caption: Text below the picture.
         panels: Lines by label of the vertical axis.
         groups: Groups of runs, which have the same colors in all panels.
-        across: Label of the horizontal axis, one for all panels or one per panel.
+        across: Label of the horizontal axis of each panel; None means rounds.
     """
-    drawn = lines(panels, across, [group.name for group in groups] if len(groups) > 1 else ())
+    order = [group.name for group in groups] if len(groups) > 1 else ()
+    count = sum(len(each[:MOST_LINES]) for each in panels.values())
+    most = min(600, max(20, MOST_POINTS // count))
+    drawn = [
+        Lines(
+            ylabel,
+            [line.thinned(most) for line in each],
+            across[ylabel] if across else "round",
+            order,
+        )
+        for ylabel, each in panels.items()
+    ]
     if any(len(group.runs) > 1 for group in groups):
         caption += BANDS
-    points = [len(line.x) for each in panels.values() for line in each[:MOST_LINES]]
-    if points != [len(line.x) for panel in drawn for line in getattr(panel, "lines", ())]:
+    if any(len(line.x) > most for each in panels.values() for line in each):
         caption += THINNED
     return Picture(name, caption, drawn)
 
 
 def progress(groups: Sequence[Group]) -> Section:
-    """Draw accuracy and loss over rounds."""
+    """Draw accuracy and loss over rounds, and the metric of the page if it is neither."""
     title = "Accuracy and loss"
-    names = _columns(groups)
-    asked = groups[0].runs[0].metric
-    panels = {} if asked is None else _panels(groups, [asked], asked)
-    panels |= _panels(groups, [n for n in names if "acc" in n][:6], "accuracy")
-    panels |= _panels(groups, [n for n in names if "loss" in n and "acc" not in n][:6], "loss")
+    names, metric = _columns(groups), groups[0].runs[0].metric
+    accuracies = [name for name in names if "acc" in name]
+    losses = [name for name in names if "loss" in name and "acc" not in name]
+    panels: dict[str, list[Line]] = {}
+    if metric and metric not in (*accuracies, *losses):
+        panels = _panels(groups, [metric], metric)
+    panels |= _panels(groups, accuracies[:6], "accuracy") | _panels(groups, losses[:6], "loss")
     if not panels:
         return Section(title, ["The module logged neither accuracy nor loss."])
+    caption = "val_: the global model on held-out samples. train_: the clients' models in training."
+    caption += " Gaps are non-finite values."
     panels = dict(list(panels.items())[:6])
-    caption = (
-        "Values logged by the module after each round. val_: the global model on the held-out"
-        " samples. train_: the clients' models during training. Gaps are non-finite values."
-    )
     return Section(title, (), [picture("accuracy", caption, panels, groups)])
 
 
 def cost(groups: Sequence[Group]) -> Section | None:
     """Draw traffic and virtual time, and the metric over both; None without either."""
-    alone = len(groups) == 1
-    name, _ = headline([run for group in groups for run in group.runs])
+    alone, metric = len(groups) == 1, groups[0].runs[0].metric
     panels = _panels(groups, [UP, TOTAL] if alone else [TOTAL], SENT)
     times = _panels(groups, ["virtual_time"], TIME)
     for timed in times.values():
@@ -106,25 +111,21 @@ def cost(groups: Sequence[Group]) -> Section | None:
     if is_timed:
         pairs.append(("virtual_time", TIME, "virtual time"))
     for against, axis, word in pairs:
-        panel = f"{name}, by {word}"
+        panel = f"{metric}, by {word}"
         for group in groups:
-            if name and (line := _line(group, name, panel if alone else group.name, against)):
+            if metric and (line := _line(group, metric, panel if alone else group.name, against)):
                 panels.setdefault(panel, []).append(line)
                 across[panel] = axis
     if not panels:
         return None
-    caption = "Cumulative traffic between server and clients, and the metric of the model over it."
+    caption = "Traffic between server and clients so far, and the metric of the model over it."
     text = []
-    if times:
-        caption += (
-            " Virtual time is the simulated duration of rounds, with the client speeds and"
-            " stragglers of ClientFaults. A synchronous round ends with its slowest client, an"
-            " asynchronous one as soon as enough clients have finished."
-        )
-        if not is_timed:
-            text.append("Some runs have no virtual time, so the metric is not drawn over it.")
-    else:
+    if not times:
         text.append("To simulate virtual time, add --trainer.callbacks+=ClientFaults.")
+    elif not is_timed:
+        text.append("Some runs have no virtual time, so the metric is not drawn over it.")
+    if times:
+        caption += " Virtual time is the simulated duration of the rounds."
     return Section("Traffic and time", text, [picture("cost", caption, panels, groups, across)])
 
 
@@ -156,9 +157,6 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
         panels = dict(list(panels.items())[:MOST_PANELS])
     if not text and not panels:
         return None
-    caption = (
-        "Hyperparameters of the policy, and values logged by aggregators, transforms and callbacks."
-        " Values that differ between clients are means over the sampled clients."
-    )
+    caption = "Values that differ between clients are means over the sampled clients."
     pictures = [picture("hyperparameters", caption, panels, groups)] if panels else []
     return Section("Hyperparameters and other metrics", text, pictures)

@@ -184,7 +184,7 @@ class Lines(Panel):
     def values(self) -> dict[str, Any]:
         """Return label, color, positions, values and bands of the lines."""
         lines = [
-            {"n": line.label[:80], "c": at % len(COLORS), "x": _json(line.x), "y": _json(line.y)}
+            {"n": line.label, "c": at % len(COLORS), "x": _json(line.x), "y": _json(line.y)}
             | ({"b": _json(line.band)} if any(b > 0 for b in line.band) else {})
             | ({"names": list(line.names)} if line.names else {})
             for at, line in self._drawn()
@@ -242,7 +242,7 @@ class Bars(Panel):
         """Return the counts of all kinds at the positions that have one."""
         x = sorted({x for counts in self.kinds.values() for x in counts})
         lines = [
-            {"n": kind[:80], "c": at % len(COLORS), "y": _json([counts.get(i, 0) for i in x])}
+            {"n": kind, "c": at % len(COLORS), "y": _json([counts.get(i, 0) for i in x])}
             for at, kind, counts in self._colored()
         ]
         return {"x": x, "lines": lines, "bars": self.width}
@@ -333,36 +333,6 @@ def _json(values: Sequence[float]) -> list[float | int | None]:
 def _short(value: float) -> float | int:
     is_whole = value == int(value) or abs(value) >= 1e5
     return round(value) if is_whole and abs(value) < 1e15 else float(f"{value:.6g}")
-
-
-def lines(
-    panels: Mapping[str, Sequence[Line]],
-    xlabel: Mapping[str, str] | str = "round",
-    order: Sequence[str] = (),
-) -> list[Panel]:
-    """Return panels of lines, with as many points as fit into a page.
-
-    Args:
-        panels: Lines of each panel, by the label of its vertical axis.
-        xlabel: Label of the horizontal axis, one for all panels or one per panel.
-        order: Labels with fixed colors in all panels, in the order of the colors.
-
-    Example:
-        >>> [panel] = lines({"accuracy": [Line("val_acc", [1, 2], [0.5, 0.75])]})
-        >>> panel.ylabel, panel.xlabel
-        ('accuracy', 'round')
-    """
-    most = max(20, MOST_POINTS // sum(len(drawn[:MOST_LINES]) for drawn in panels.values()))
-    most = min(most, 600)
-    return [
-        Lines(
-            label,
-            [line.thinned(most) for line in drawn],
-            xlabel if isinstance(xlabel, str) else xlabel[label],
-            order,
-        )
-        for label, drawn in panels.items()
-    ]
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_fl.report.run import PLACES, Run
 SEEDS_AND_PLACES = {"seed_everything", "federation.seed", "data.seed"} | PLACES
 #: Entries of ``environment.json`` that may differ within a group of runs without a config.
 NOT_COMPARED = {"seed", "state", "no train_acc", "machine", "versions"}
-#: Defaults of options that are null in a config.
+#: What options stand for that are null in a config.
 DEFAULTS = {
     "federation.aggregator": "FedAvg",
     "federation.policy": "Schedule",
@@ -102,27 +102,18 @@ def group(runs: Sequence[Run]) -> list[Group]:
     group, named after the folder. If two of them have the same seed, they differ in something that
     is not recorded, and each is a group of its own.
     """
-    found: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
-        folder = "" if run.config else _parent(run)
-        found.setdefault((folder, _without_seed(run)), []).append(run)
     groups: list[list[Run]] = []
-    for each in found.values():
+    for each in _split(runs, lambda run: (_settings(run), "" if run.config else _parent(run))):
         seeds = {run.seed for run in each}
         is_one = each[0].config or (len(seeds) == len(each) and None not in seeds)
         groups += [each] if is_one else [[run] for run in each]
     if len(groups) == 1:
         return [Group(_parent(groups[0][0]), groups[0])]
     names = _names([identity(runs[0]) for runs in groups])
-    names = [
-        name if runs[0].config else _parent(runs[0]) if len(runs) > 1 else ""
+    return _distinct(
+        Group(name if runs[0].config else _parent(runs[0]) if len(runs) > 1 else "", runs)
         for name, runs in zip(names, groups, strict=True)
-    ]
-    counts = Counter(names)
-    return [
-        Group(name if name and counts[name] == 1 else _folders(runs), runs)
-        for name, runs in zip(names, groups, strict=True)
-    ]
+    )
 
 
 def with_names(named: Mapping[str, Sequence[Run]]) -> list[Group]:
@@ -132,29 +123,38 @@ def with_names(named: Mapping[str, Sequence[Run]]) -> list[Group]:
         named: Runs by the name of their group. Runs with an empty name form groups as in
             :func:`group`.
     """
-    groups = []
+    groups: list[Group] = []
     for name, runs in named.items():
-        made = [Group(name, list(runs), True)] if name else group(runs)
-        groups += [
-            Group(_folders(each.runs), each.runs) if not name and each.name in named else each
-            for each in made
-        ]
-    return groups
+        groups += [Group(name, list(runs), is_named=True)] if name else group(runs)
+    return _distinct(groups)
+
+
+def _distinct(groups: Iterable[Group]) -> list[Group]:
+    """Name groups by their folders if they have no name, or that of another group."""
+    groups = list(groups)
+    counts = Counter(each.name for each in groups)
+    return [
+        each
+        if each.is_named or (each.name and counts[each.name] == 1)
+        else replace(each, name=_folders(each.runs))
+        for each in groups
+    ]
 
 
 def alike(runs: Sequence[Run]) -> list[list[Run]]:
     """Split the runs of a group into those that differ only in the seed."""
-    found: dict[str, list[Run]] = {}
+    return _split(runs, _settings)
+
+
+def _split(runs: Sequence[Run], key: Callable[[Run], Hashable]) -> list[list[Run]]:
+    """Split runs into those with the same key, in the order of their first runs."""
+    by_key: dict[Hashable, list[Run]] = {}
     for run in runs:
-        found.setdefault(_without_seed(run), []).append(run)
-    return list(found.values())
+        by_key.setdefault(key(run), []).append(run)
+    return list(by_key.values())
 
 
-def _parent(run: Run) -> str:
-    return run.name.partition("/")[0]
-
-
-def _without_seed(run: Run) -> str:
+def _settings(run: Run) -> str:
     """Return what runs have in common if they differ only in the seed.
 
     Without a config, this is what the environment says of the federation.
@@ -163,20 +163,21 @@ def _without_seed(run: Run) -> str:
     return repr(sorted((identity(run) if run.config else environment).items()))
 
 
+def _parent(run: Run) -> str:
+    return run.name.partition("/")[0]
+
+
 def _folders(runs: Sequence[Run]) -> str:
     return runs[0].name + (f" and {len(runs) - 1} more" if len(runs) > 1 else "")
 
 
 def identity(run: Run) -> dict[str, Any]:
-    """Return the config of a run without seeds and paths."""
-    return {
-        name: DEFAULTS.get(name) if value is None else value
-        for name, value in run.config.items()
-        if name not in SEEDS_AND_PLACES
-    }
+    """Return the options that are set in the config of a run, without seeds and paths."""
+    is_set = {name: value for name, value in run.config.items() if value not in (None, [], {})}
+    return {n: value for n, value in (DEFAULTS | is_set).items() if n not in SEEDS_AND_PLACES}
 
 
-def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the options that differ, with the value of each config; None if it has none.
 
     Example:
@@ -184,103 +185,54 @@ def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
         {'b': [2, 3], 'c': [None, 4]}
     """
     names = dict.fromkeys(name for config in configs for name in config)
-    found = {name: [config.get(name) for config in configs] for name in names}
-    return {name: values for name, values in found.items() if len(set(map(repr, values))) > 1}
+    values = {name: [config.get(name) for config in configs] for name in names}
+    return {name: each for name, each in values.items() if len(set(map(repr, each))) > 1}
 
 
-def top_level(names: Collection[str]) -> list[str]:
+def top_level(names: Iterable[str]) -> list[str]:
     """Return the options that do not belong to another one of them.
 
     Example:
         >>> top_level(["aggregator", "aggregator.f", "lr"])
         ['aggregator', 'lr']
     """
+    names = list(names)
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
-def describe_differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the differences of a config from another one in words.
+def _names(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name configs by their differences from the majority: classes first, options if needed.
 
-    Args:
-        base: Values of the config that it is compared with, by dotted name.
-        other: Values of the config.
-
-    Example:
-        >>> describe_differences({"fit.lr": 1.0, "seed": 1}, {"fit.lr": 0.3, "seed": 1})
-        'lr: 0.3 instead of 1.0'
-        >>> base = {"aggregator": "FedAvg"}
-        >>> describe_differences(base, {"aggregator": "Krum", "aggregator.f": 2})
-        'aggregator: Krum instead of FedAvg; aggregator.f: 2'
-        >>> one = {"model.terms.0": "Proximal", "model.terms.0.mu": 0.1}
-        >>> describe_differences({"model.terms": []}, one)
-        'terms.0: Proximal; terms.0.mu: 0.1'
+    The name is empty if it would be too long.
     """
-    changed = differences([dict(base), dict(other)])
-    short = Counter(_last(name) for name in changed)
+    differing = differences(configs)
+    labels: list[str] = []
+    for options in (top_level(differing), list(differing)):
+        some = {option: differing[option] for option in options}
+        labels = [_name(some, at) for at in range(len(configs))]
+        if len(set(labels)) == len(labels):
+            break
+    return [label if len(label) <= 60 else "" for label in labels]
+
+
+def _name(differing: Mapping[str, Sequence[Any]], at: int) -> str:
+    last_parts = Counter(map(_last, differing))
     parts = []
-    for name, (was, now) in changed.items():
-        if name not in other and _has_entries(name, was, changed):
-            continue
-        parent, _, last = name.rpartition(".")
-        label = name if short[_last(name)] > 1 else _last(name)
-        if parent in changed:  # an option of a class that differs
-            label = f"{_last(parent)}.{last}"
-        was, now = (_short(value) for value in (was, now))
-        if name not in other:
-            parts.append(f"no {label} (was {was})")
-        else:
-            parts.append(f"{label}: {now}" + (f" instead of {was}" if name in base else ""))
-    return "; ".join(parts)
+    for option, values in differing.items():
+        common, count = Counter(map(repr, values)).most_common(1)[0]
+        is_common = repr(values[at]) == common and count > len(values) / 2
+        if not is_common and values[at] is not None:
+            name = option if last_parts[_last(option)] > 1 else _last(option)
+            parts.append(f"{name}={values[at]}")
+    return ", ".join(parts) or "base"
 
 
-def _has_entries(name: str, value: Any, names: Collection[str]) -> bool:
-    """Return whether an option is an empty list, or none, that has entries in another config."""
-    return value in (None, [], {}) and any(each.startswith(f"{name}.") for each in names)
-
-
-def _last(name: str) -> str:
+def _last(option: str) -> str:
     """Return the last part of a dotted name, with the name of the list if it is a position.
 
     Example:
         >>> _last("model.terms.0"), _last("federation.policy.lr")
         ('terms.0', 'lr')
     """
-    parts = name.split(".")
+    parts = option.split(".")
     return ".".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])
-
-
-def _short(value: Any) -> str:
-    text = "none" if value is None else str(value)
-    return text if len(text) <= 80 else text[:79] + "…"
-
-
-def _names(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """Name configs by their differences from the majority: classes first, options if needed.
-
-    The name is empty if it would be too long.
-    """
-    found = differences(configs)
-    found = {
-        name: values
-        for name, values in found.items()
-        if not all(_has_entries(name, value, found) for value in values)
-    }
-    top = {name: found[name] for name in top_level(found)}
-    labels: list[str] = []
-    for kept in (top, found):
-        labels = [_name(kept, at) for at in range(len(configs))]
-        if len(set(labels)) == len(labels):
-            break
-    return [label if len(label) <= 60 else "" for label in labels]
-
-
-def _name(found: dict[str, list[Any]], at: int) -> str:
-    short = Counter(map(_last, found))
-    parts = []
-    for name, values in found.items():
-        value, count = Counter(map(repr, values)).most_common(1)[0]
-        if (repr(values[at]) == value and count > len(values) / 2) or values[at] is None:
-            continue
-        last = _last(name)
-        parts.append(f"{name if short[last] > 1 else last}={values[at]}")
-    return ", ".join(parts) or "base"

@@ -5,24 +5,17 @@ from __future__ import annotations
 from lightning_fl.report.clients import clients, participation, partition
 from lightning_fl.report.curves import cost, hyper_parameters, progress
 from lightning_fl.report.groups import Group
-from lightning_fl.report.lead import key_figures, outcome, setting, warnings
+from lightning_fl.report.lead import key_figures, setting, warnings
 from lightning_fl.report.page import Picture, Report, Section, Table
 from lightning_fl.report.run import Run
-from lightning_fl.report.scores import final_and_best, headline, with_derived
+from lightning_fl.report.scores import STEPS, TOTAL, UP, final_and_best, headline, with_derived
 from lightning_fl.report.settings import settings
-from lightning_fl.report.words import counted, number
+from lightning_fl.report.words import SEPARATOR, counted, number
 
-#: Titles and captions of the figures that aggregators and policies draw.
+#: Captions of the figures that aggregators and policies draw.
 DRAWN_BY_RULES = {
-    "aggregator.png": (
-        "Aggregator",
-        "Figure of the aggregator: the tree of clusters with their clients, or the matched neurons"
-        " of the clients.",
-    ),
-    "policy.png": (
-        "Policy",
-        "Figure of the policy: the probability of each candidate over rounds and for each client.",
-    ),
+    "aggregator": "Figure of the aggregator: the tree of clusters, or the matched neurons.",
+    "policy": "Figure of the policy: the probability of each candidate, over rounds and by client.",
 }
 
 
@@ -33,8 +26,8 @@ def about_run(run: Run, title: str | None = None) -> Report:
         run: The run.
         title: Title of the page; None derives it from the name of the run.
     """
-    derived = with_derived(run)
-    alone = [Group(run.name, [derived])]
+    run = with_derived(run, *headline([run]))
+    alone = [Group(run.name, [run])]
     sections = [
         progress(alone),
         tested(run),
@@ -49,10 +42,10 @@ def about_run(run: Run, title: str | None = None) -> Report:
     ]
     return Report(
         title or "Run " + run.name.partition("/")[0],
-        [" ".join([*setting(derived), *outcome(run)])],
+        [SEPARATOR.join(setting(run))],
         list(key_figures(run)),
         [section for section in sections if section is not None],
-        warnings([run]),
+        list(warnings(run)),
     )
 
 
@@ -62,25 +55,24 @@ def tested(run: Run) -> Section | None:
         return None
     rows = [[name, number(value)] for name, value in run.test["metrics"].items()]
     used = f" with {run.test['checkpoint']}" if run.test["checkpoint"] else ""
-    used += f", round {run.test['round']}" if run.test["round"] else ""
+    used += f", round {run.test['round']}" if run.test.get("round") else ""
     return Section("Test", [f"Measured by lightning-fl test{used}."], (), [Table(["", ""], rows)])
 
 
 def drawn_by_rule(run: Run, name: str) -> Section | None:
     """Show the figure of an aggregator or a policy; None if there is none."""
-    if name not in run.pictures:
+    if not (content := run.pictures.get(f"{name}.png")):
         return None
-    title, caption = DRAWN_BY_RULES[name]
-    return Section(title, (), [Picture(name.removesuffix(".png"), caption, (), run.pictures[name])])
+    picture = Picture(name, DRAWN_BY_RULES[name], (), content)
+    return Section(name.capitalize(), (), [picture])
 
 
 def rounds_table(run: Run) -> Section:
     """List ten rounds, from the first to the last, and the best round."""
-    name, best = headline([run])
-    judged = final_and_best(run, name, best)
+    judged = final_and_best(run)
     count = len(run.rows)
     wanted = {round(i * (count - 1) / 9) for i in range(10)}
-    names = run.columns[:16]
+    names = [name for name in run.columns if name not in (UP, TOTAL, STEPS)][:16]
     rows = []
     for at, row in enumerate(run.rows):
         is_best = judged is not None and row["round"] == judged[2]

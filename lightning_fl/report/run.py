@@ -1,4 +1,4 @@
-"""Read the folder of a run. Files may be untrusted: they are data only, of limited size."""
+"""Read the folder of a run. Its files are data, never code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,25 +16,20 @@ import numpy as np
 import yaml
 
 from lightning_fl.federation.dropped import describe_cause
+from lightning_fl.files import one_line, read_text
 from lightning_fl.report.words import listed
 from lightning_fl.types import FederationError
 
 #: File name of the table of rounds, by which a folder is known to be that of a run.
 TABLE = "rounds.csv"
-#: Maximum size of a file in MiB; runs do not write larger files.
-LIMITS = {".csv": 64, ".json": 64, ".yaml": 0.25, ".png": 0.5, ".gz": 64}
-#: Maximum size of a decompressed file in MiB, enough for 100,000 clients and 2,500 rounds.
-MOST_EXPANDED = 256
+#: Maximum size of decompressed outcomes in bytes, enough for 100,000 clients and 2,500 rounds.
+MOST_EXPANDED = 2**28
 #: Figures in the folder of a run that a report shows.
 PICTURES = ("aggregator.png", "policy.png")
-#: Files that a fit writes at its end, also after an interruption.
-WRITTEN_AT_END = ("participation.csv", "participation_by_round.csv.gz")
 #: Columns of tables that are not numbers.
 TEXTS = ("name", "dropped_clients")
 #: Numbers with a larger magnitude are drawn as gaps, like non-finite values.
 LARGEST = 1e30
-#: Maximum number of configs of resumed fits that are read.
-MOST_RESUMED = 20
 #: Format and version of test.json.
 TEST_FORMAT = "lightning_fl test 1"
 #: Options that do not affect results: paths, display options, options of reading and writing.
@@ -68,8 +62,6 @@ IGNORED_BY_TEST = (
 IGNORED_BY_RESUME = ("trainer.logger", "trainer.max_epochs")
 #: Maximum number of values of a config.
 MOST_VALUES = 2000
-#: What damaged files raise.
-UNREADABLE = (OSError, EOFError, ValueError, RecursionError, yaml.YAMLError, zlib.error)
 
 Row = dict[str, float]
 
@@ -140,8 +132,8 @@ class Run:
     @property
     def planned(self) -> int | None:
         """Maximum number of rounds; None if it is unknown."""
-        found = self.environment.get("rounds", self.config.get("trainer.max_epochs"))
-        return found if type(found) is int and found > 0 else None
+        rounds: int | None = self.environment.get("rounds", self.config.get("trainer.max_epochs"))
+        return rounds if rounds and rounds > 0 else None
 
     @property
     def is_finished(self) -> bool:
@@ -152,8 +144,8 @@ class Run:
     @property
     def seed(self) -> int | None:
         """Seed of the run; None if it is unknown."""
-        found = self.environment.get("seed", self.config.get("seed_everything"))
-        return found if type(found) is int else None
+        seed: int | None = self.environment.get("seed", self.config.get("seed_everything"))
+        return seed
 
     def column(self, name: str) -> list[tuple[float, float]]:
         """Return rounds and values of a column, without missing values; NaN is non-finite."""
@@ -208,231 +200,137 @@ def _name(folder: Path) -> str:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read the folder of a run. Unreadable files are skipped and listed in the notes.
+    """Read the folder of a run. Files that cannot be read are skipped and listed in the notes.
 
     Raises:
         FederationError: If the table of rounds cannot be read, or has no rounds.
     """
     folder = Path(folder)
     notes: list[str] = []
-    rows = {int(row["round"]): row for row in _table(folder / TABLE, "round", notes)}
-    if not rows:
-        why = f" ({notes[0]})" if notes else ""
-        raise FederationError(f"{folder / TABLE} has no readable rounds{why}")
-
-    # Files that an earlier fit has left in the folder.
-    foreign: set[str] = set()
+    skipped: set[str] = set()
 
     def read(name: str, reader: Callable[[Path], Any], default: Any) -> Any:
+        if name in skipped or not (folder / name).is_file():
+            return default
         try:
-            is_own = name not in foreign and (folder / name).is_file()
-            return reader(folder / name) if is_own else default
-        except UNREADABLE as error:
-            reason = " ".join(str(error).split())
-            notes.append(f"{name} is skipped: {reason[:300]}")
+            return reader(folder / name)
+        except Exception as error:  # whatever a damaged file raises
+            skipped.add(name)
+            notes.append(f"{name} is skipped: {one_line(error)}")
             return default
 
+    rows = read(TABLE, _table, [])
+    if not rows or "round" not in rows[0]:
+        why = f" ({notes[0]})" if notes else ""
+        raise FederationError(f"{folder / TABLE} has no readable rounds{why}")
     environment = read("environment.json", _mapping, {})
-    foreign |= {"faults.csv"} if environment.get("faults") is False else set()
-    foreign |= {"clients.csv"} if environment.get("client_metric", "") is None else set()
-    foreign |= set(WRITTEN_AT_END) if environment.get("state") == "started" else set()
-    text, config = read("config.yaml", _text, ""), read("config.yaml", config_values, {})
-    resumed = []
-    for path in sorted(folder.glob("config_resumed_*.yaml"))[:MOST_RESUMED]:
-        later = read(path.name, config_values, config)
-        if config and (changed := differing_options(config, later, IGNORED_BY_RESUME)):
-            options = ", ".join(f"{name}={now}" for name, (_, now) in changed.items())
-            resumed.append(f"resumed with {options:.300} ({path.name})")
-    faults = read("faults.csv", lambda path: _faults(path, notes), None)
+    # Files that an earlier fit has left in the folder.
+    skipped |= {"faults.csv"} if environment.get("faults") is False else set()
+    skipped |= {"clients.csv"} if environment.get("client_metric", "") is None else set()
+    if environment.get("state") == "started":
+        skipped |= {"participation.csv", "participation_by_round.csv.gz"}
+    config = read("config.yaml", config_values, {})
+    later = {
+        path.name: read(path.name, config_values, config)
+        for path in sorted(folder.glob("config_resumed_*.yaml"))
+        if config
+    }
     return Run(
         name=_name(folder),
-        rows=[rows[number] for number in sorted(rows)],
+        rows=rows,
         config=config,
-        config_text=text,
+        config_text=read("config.yaml", read_text, ""),
         environment=environment,
         partition=read("partition.json", _partition, {}),
-        faults=faults,
-        clients=read("clients.csv", lambda path: _table(path, "client", notes), []),
-        test=read("test.json", _test, {}),
-        resumed=resumed,
-        participation=read("participation.csv", lambda path: _table(path, "client", notes), []),
+        faults=read("faults.csv", _faults, None),
+        clients=read("clients.csv", _table, []),
+        participation=read("participation.csv", _table, []),
         outcomes=read("participation_by_round.csv.gz", _outcomes, None),
         names=read("participation.csv", _names, {}),
+        test=read("test.json", _test, {}),
+        resumed=list(_resumed(config, later)),
         pictures={name: content for name in PICTURES if (content := read(name, _picture, b""))},
-        notes=list(dict.fromkeys(notes)),
+        notes=notes,
     )
 
 
-def _bytes(path: Path) -> bytes:
-    most = int(LIMITS[path.suffix] * 2**20)
-    with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise FederationError(f"{path} is larger than {LIMITS[path.suffix]:g} MiB")
-    return content
+def _cells(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(read_text(path), newline="")))
 
 
-def _text(path: Path) -> str:
-    return _bytes(path).decode(errors="replace")
+def _table(path: Path) -> list[Row]:
+    """Return a table of numbers, without empty cells; numbers too large to draw are NaN."""
+    rows = [
+        {name: float(cell) for name, cell in cells.items() if cell and name not in TEXTS}
+        for cells in _cells(path)
+    ]
+    return [
+        {name: value if abs(value) <= LARGEST else math.nan for name, value in row.items()}
+        for row in rows
+    ]
+
+
+def _names(path: Path) -> dict[int, str]:
+    return {int(row["client"]): row["name"] for row in _cells(path) if row.get("name")}
+
+
+def _faults(path: Path) -> list[tuple[int, int, str]]:
+    return [(int(row["round"]), int(row["client"]), row["fault"]) for row in _cells(path)]
+
+
+def _outcomes(path: Path) -> Outcomes:
+    with gzip.open(path) as file:
+        content = file.read(MOST_EXPANDED + 1)
+    if len(content) > MOST_EXPANDED:
+        raise FederationError(f"it has more than {MOST_EXPANDED} bytes")
+    head, *lines = content.splitlines()
+    legend = [entry.partition("=") for entry in head.decode().removeprefix("round,").split()]
+    places = np.zeros(256, np.uint8)
+    places[[ord(code) for code, _, _ in legend]] = np.arange(len(legend))
+    texts = [line.partition(b",")[2] for line in lines]
+    codes = places[np.frombuffer(b"".join(texts), np.uint8)].reshape(len(texts), -1)
+    return Outcomes([describe_cause(name) for _, _, name in legend], codes)
 
 
 def _picture(path: Path) -> bytes:
-    content = _bytes(path)
+    content = path.read_bytes()
     if not content.startswith(b"\x89PNG\r\n\x1a\n"):
         raise FederationError("it is not a PNG file")
     return content
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the line number and the cells by column name of each row of a CSV file."""
-    try:
-        reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
-        names = [name.strip() for name in next(reader, [])]
-        if len(set(names)) != len(names):
-            raise FederationError(f"line 1 of {path} has duplicate column names")
-        for cells in reader:
-            if cells:
-                yield reader.line_num, dict(zip(names, cells, strict=False))
-    except (OSError, csv.Error) as error:
-        raise FederationError(f"{path} could not be read: {error}") from error
-
-
-def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
-    """Read a table of numbers; rows without a key and cells that are not numbers are skipped.
-
-    Of several rows with the same key, the last one counts.
-    """
-    found: dict[float, Row] = {}
-    broken: list[str] = []
-    for number, cells in _lines(path):
-        if key not in cells and not found:
-            raise FederationError(f"{path} has no column {key!r}, so no run has written it")
-        row = {name: value for name, cell in cells.items() if (value := _number(cell)) is not None}
-        at = row.get(key, math.nan)
-        if not _is_index(at):
-            broken.append(f"line {number} ({key} is {cells.get(key, '')[:40]!r})")
-            continue
-        # Names and the list of dropped clients may look like numbers.
-        for name in TEXTS:
-            row.pop(name, None)
-        texts = [n for n, c in cells.items() if c and n not in row and n not in TEXTS]
-        if texts:
-            broken.append(f"{texts[0][:40]} in line {number}")
-        if at in found:
-            broken.append(f"the row of {key} {at:.0f} before line {number}")
-        found[at] = row
-    if broken:
-        notes.append(f"skipped invalid values of {path.name}: {listed(broken, 3)}")
-    return list(found.values())
-
-
-def _names(path: Path) -> dict[int, str]:
-    """Return the names of the clients; empty without this column."""
-    rows = [(_number(cells.get("client", "")), cells.get("name")) for _, cells in _lines(path)]
-    return {int(at): name for at, name in rows if at is not None and _is_index(at) and name}
-
-
-def _outcomes(path: Path) -> Outcomes:
-    """Read the outcomes of clients by round."""
-    with gzip.open(io.BytesIO(_bytes(path))) as file:
-        content = file.read(MOST_EXPANDED * 2**20 + 1)
-    if len(content) > MOST_EXPANDED * 2**20:
-        raise FederationError(f"it has more than {MOST_EXPANDED} MiB")
-    head, *lines = content.splitlines()
-    legend = [entry.partition("=") for entry in head.decode().removeprefix("round,").split()]
-    if not 2 <= len(legend) <= 255 or any(len(code) != 1 or not name for code, _, name in legend):
-        raise FederationError("its first line does not explain the outcomes")
-    rounds, texts = zip(*(line.split(b",") for line in lines), strict=True)
-    if [*map(int, rounds)] != [*range(1, len(rounds) + 1)] or len({*map(len, texts)}) != 1:
-        raise FederationError("it does not have one line of the same length per round")
-    places = np.full(256, 255, np.uint8)
-    for at, (code, _, _) in enumerate(legend):
-        places[ord(code) % 256] = at
-    codes = places[np.frombuffer(b"".join(texts), np.uint8)].reshape(len(texts), -1)
-    if (codes == 255).any():
-        raise FederationError("it has outcomes that its first line does not explain")
-    return Outcomes([describe_cause(name[:40]) for _, _, name in legend], codes)
-
-
-def _is_index(value: float) -> bool:
-    """Return whether a number can be that of a round or client."""
-    return 0 <= value < 1e9 and value == int(value)
-
-
-def _number(cell: str) -> float | None:
-    """Return a number, NaN if it is non-finite or too large to draw, None for other texts."""
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if abs(value) <= LARGEST else math.nan
-
-
-def _faults(path: Path, notes: list[str]) -> list[tuple[int, int, str]]:
-    found: list[tuple[int, int, str]] = []
-    broken: list[int] = []
-    for number, cells in _lines(path):
-        at = [cells.get(name, "").strip() for name in ("round", "client")]
-        if all(a.isdecimal() and len(a) < 10 for a in at) and cells.get("fault"):
-            found.append((int(at[0]), int(at[1]), cells["fault"].strip()[:40]))
-        else:
-            broken.append(number)
-    if broken:
-        notes.append(f"skipped {len(broken)} lines of faults.csv, the first is line {broken[0]}")
-    return found
-
-
 def _mapping(path: Path) -> dict[str, Any]:
-    found = json.loads(_text(path))
-    if not isinstance(found, dict):
+    content = json.loads(read_text(path))
+    if not isinstance(content, dict):
         raise FederationError("it is not a mapping")
-    return found
+    return content
 
 
 def _test(path: Path) -> dict[str, Any]:
-    """Return the metrics of a test, its checkpoint and round, and options that differ."""
-    found = _mapping(path)
-    metrics, differing = found.get("metrics"), found.get("differing options", {})
-    if not isinstance(metrics, dict) or not isinstance(differing, dict):
-        raise FederationError("it is not the result of a test")
-    return {
-        "metrics": {
-            str(name)[:80]: math.nan if value is None or abs(value) > LARGEST else value
-            for name, value in list(metrics.items())[:MOST_VALUES]
-            if value is None or type(value) in (int, float)
-        },
-        "checkpoint": str(found.get("checkpoint") or "")[:80],
-        "round": at if type(at := found.get("round")) is int else None,
-        "differing": [
-            f"{str(name)[:80]} is {str(both[1])[:80]}, was {str(both[0])[:80]}"
-            for name, both in list(differing.items())[:MOST_VALUES]
-            if isinstance(both, list) and len(both) == 2
-        ],
-    }
+    """Return the result of a test; JSON has null for NaN."""
+    test = _mapping(path)
+    metrics = {n: math.nan if value is None else value for n, value in test["metrics"].items()}
+    return test | {"metrics": metrics}
 
 
 def _partition(path: Path) -> dict[str, Any]:
     """Return the summary of a manifest, without the indices of samples."""
-    found = _mapping(path)
-    clients, classes = found.get("clients"), found.get("class_counts")
-    parts = [*clients, *classes] if isinstance(clients, list) and isinstance(classes, list) else [0]
-    if not all(isinstance(part, list | dict) for part in parts) or not parts:
-        raise FederationError("it is not a partition manifest")
+    manifest = _mapping(path)
     return {
-        **{name: found.get(name) for name in ("rule", "parameters", "seed", "checksum")},
-        "sizes": [len(client) for client in found["clients"]],
-        "classes": [len(counts) for counts in found["class_counts"] if counts],
-        "counts": found["class_counts"] if _are_counts(found["class_counts"]) else [],
+        "rule": manifest["rule"],
+        "parameters": manifest["parameters"],
+        "seed": manifest["seed"],
+        "sizes": [len(samples) for samples in manifest["clients"]],
+        "counts": manifest["class_counts"],
     }
 
 
-def _are_counts(found: list[Any]) -> bool:
-    """Return whether a list has the number of samples by class of each client."""
-    return all(
-        isinstance(counts, dict)
-        and all(type(count) is int and 0 <= count < 1e9 for count in counts.values())
-        for counts in found
-    )
+def _resumed(config: Mapping[str, Any], later: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a description of each resumed fit with other options than those of the first."""
+    for name, other in later.items():
+        if changed := differing_options(config, other, IGNORED_BY_RESUME):
+            options = ", ".join(f"{option}={now}" for option, (_, now) in changed.items())
+            yield f"resumed with {options:.300} ({name})"
 
 
 def config_values(path: Path) -> dict[str, Any]:
@@ -441,10 +339,10 @@ def config_values(path: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError, RecursionError, yaml.YAMLError: If the file cannot be read.
     """
-    found = yaml.safe_load(_text(path))
-    if not isinstance(found, dict):
+    config = yaml.safe_load(read_text(path))
+    if not isinstance(config, dict):
         raise FederationError("it is not a mapping")
-    return values_of(found)
+    return values_of(config)
 
 
 def values_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -456,27 +354,27 @@ def values_of(config: Mapping[str, Any]) -> dict[str, Any]:
         {'federation.min_clients': 3, 'federation.aggregator': 'Krum', 'federation.aggregator.f': 1}
 
     Raises:
-        FederationError: If the config has too many values or too many levels.
+        FederationError: If the config has too many values.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
-    def walk(name: str, value: Any, depth: int) -> None:
-        # With aliases, a few lines of YAML can expand to billions of values or be recursive.
-        if depth > 20 or len(found) > MOST_VALUES:
-            raise FederationError(f"it has more than {MOST_VALUES} values or more than 20 levels")
+    def walk(name: str, value: Any) -> None:
+        # With aliases, a few lines of YAML can expand to billions of values.
+        if len(values) > MOST_VALUES:
+            raise FederationError(f"it has more than {MOST_VALUES} values")
         if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
-            found[name] = value["class_path"].rpartition(".")[2]
-            value = {**_mapped(value, "init_args"), **_mapped(value, "dict_kwargs")}
+            values[name] = value["class_path"].rpartition(".")[2]
+            value = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
         elif isinstance(value, list) and any(isinstance(part, Mapping | list) for part in value):
             value = dict(enumerate(value))
         if isinstance(value, Mapping):
             for key, part in value.items():
-                walk(f"{name}.{key}" if name else str(key), part, depth + 1)
+                walk(f"{name}.{key}" if name else str(key), part)
         else:
-            found[name] = value
+            values[name] = value
 
-    walk("", config, 0)
-    return found
+    walk("", config)
+    return values
 
 
 def differing_options(
@@ -501,8 +399,3 @@ def differing_options(
         and name not in PLACES
         and not f"{name}.".startswith(tuple(f"{each}." for each in ignored))
     }
-
-
-def _mapped(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = value.get(key)
-    return found if isinstance(found, Mapping) else {}

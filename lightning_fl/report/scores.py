@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
 
 from lightning_fl.callbacks.client_table import KINDS, summary
 from lightning_fl.federation.dropped import CAUSES
@@ -16,19 +15,17 @@ from lightning_fl.report.run import Row, Run
 UP, TOTAL, STEPS = "MB up", "MB up and down", "local steps per client"
 
 
-def with_derived(run: Run) -> Run:
-    """Return a run with added columns: mean local steps per client and cumulative traffic."""
+def with_derived(run: Run, metric: str | None, mode: str) -> Run:
+    """Return a run with the metric of its page, local steps per client and traffic so far."""
     rows, up, both = [], 0.0, 0.0
-    for row in run.rows:
-        more = {}
-        if row.get("clients", 0) > 0 and "num_steps" in row:
-            more[STEPS] = row["num_steps"] / row["clients"]
-        sent = sum(finite([row.get("bytes_up", 0.0)]))
-        up, both = up + sent, both + sent + sum(finite([row.get("bytes_down", 0.0)]))
+    for row in map(dict, run.rows):
+        if row.get("clients") and "num_steps" in row:
+            row[STEPS] = row["num_steps"] / row["clients"]
         if "bytes_up" in row:
-            more |= {UP: up / 1e6, TOTAL: both / 1e6}
-        rows.append(row | more)
-    return replace(run, rows=rows)
+            up, both = up + row["bytes_up"], both + row["bytes_up"] + row["bytes_down"]
+            row |= {UP: up / 1e6, TOTAL: both / 1e6}
+        rows.append(row)
+    return replace(run, rows=rows, metric=metric, mode=mode)
 
 
 def finite(values: Iterable[float]) -> list[float]:
@@ -41,37 +38,42 @@ def total(run: Run, name: str) -> float:
     return sum(finite(value for _, value in run.column(name)))
 
 
-def drops(run: Run) -> dict[str, float]:
-    """Return the numbers of dropped updates by cause in words, in the order of the causes."""
-    counts = {words: total(run, cause) for cause, words in CAUSES.items()}
-    counts["other causes"] = total(run, "dropped") - sum(counts.values())
-    return {words: count for words, count in counts.items() if count > 0}
+def drops(run: Run) -> dict[str, dict[int, float]]:
+    """Return the numbers of dropped updates by cause in words and by round."""
+    known = {words: dict(run.column(cause)) for cause, words in CAUSES.items()}
+    others = {
+        at: count - sum(counts.get(at, 0) for counts in known.values())
+        for at, count in run.column("dropped")
+    }
+    by_cause = {
+        cause: {int(at): count for at, count in counts.items() if count > 0}
+        for cause, counts in (known | {"other causes": others}).items()
+    }
+    return {cause: counts for cause, counts in by_cause.items() if counts}
 
 
-def headline(runs: Sequence[Run]) -> tuple[str | None, Callable[..., Any]]:
+def headline(runs: Sequence[Run]) -> tuple[str | None, str]:
     """Return the column of the main metric, and ``max`` or ``min`` for its best value."""
-    if runs and runs[0].metric is not None:
-        return runs[0].metric, min if runs[0].mode == "min" else max
+    if runs[0].metric is not None:
+        return runs[0].metric, runs[0].mode
     names = list(dict.fromkeys(name for run in runs for name in run.columns))
-    kinds: tuple[tuple[str, Callable[..., Any]], ...] = (("acc", max), ("loss", min))
     # Those of the validation first: in training, clients are measured on their own samples.
     for is_validation in (True, False):
-        for part, best in kinds:
+        for part, mode in (("acc", "max"), ("loss", "min")):
             found = [n for n in names if part in n and n.startswith("val") == is_validation]
             found = [n for n in found if n != "backdoor_acc"]
             if found:
-                return min(found, key=lambda n: n != f"val_{part}"), best  # the first of equals
-    return None, max
+                return min(found, key=lambda n: n != f"val_{part}"), mode  # the first of equals
+    return None, "max"
 
 
-def final_and_best(
-    run: Run, name: str | None, best: Callable[..., Any]
-) -> tuple[float, float, int] | None:
-    """Return the last and best values of a column and the best round; None without values."""
-    column = run.column(name) if name else []
+def final_and_best(run: Run) -> tuple[float, float, int] | None:
+    """Return the last and best values of the metric and the best round; None without values."""
+    column = run.column(run.metric or "")
     points = [(at, value) for at, value in column if math.isfinite(value)]
     if not points:
         return None
+    best = max if run.mode == "max" else min
     at, value = best(points, key=itemgetter(1))
     return column[-1][1], value, int(at)
 
@@ -89,7 +91,7 @@ def client_scores(run: Run) -> tuple[str, dict[str, list[Row]]]:
 
 def client_metric(run: Run) -> str:
     """Return the name of the metric of clients."""
-    return str(run.environment.get("client_metric") or "accuracy")[:40]
+    return str(run.environment.get("client_metric") or "accuracy")
 
 
 def worst_decile(run: Run) -> float:

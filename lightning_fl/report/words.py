@@ -12,6 +12,8 @@ from lightning_fl.functional.intervals import mean_and_std
 
 #: Non-breaking space.
 NBSP = "\u00a0"
+#: Separator of phrases.
+SEPARATOR = " · "
 
 
 def number(value: Any) -> str:

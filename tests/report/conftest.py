@@ -1,5 +1,6 @@
 """Folders as runs leave them, written by hand."""
 
+import gzip
 import json
 
 import pytest
@@ -14,6 +15,12 @@ CONFIG = {
     "data": {"class_path": "lightning_fl.datamodules.Digits", "init_args": {"batch_size": 32}},
     "federation": {"client_fraction": 1.0, "aggregator": None},
 }
+
+
+BY_ROUND = gzip.compress(
+    b"round,0=not_sampled 1=arrived 2=dropped_out 3=crashed 4=late 5=non_finite\n"
+    b"1,11\n2,11\n3,15\n4,11\n"
+)
 
 
 @pytest.fixture
@@ -58,6 +65,7 @@ def folder(tmp_path):
             ),
             "participation.csv": "client,train_samples,rounds,dropped,train_acc\n"
             "0,3,4,0,1.0\n1,2,4,1,0.5\n",
+            "participation_by_round.csv.gz": BY_ROUND,
         } | {key.replace("__", "."): value for key, value in files.items()}
         for file, content in contents.items():
             if isinstance(content, bytes):

@@ -1,14 +1,12 @@
-"""What is read of a run's folder, also where a stranger wrote it."""
+"""What is read of a run's folder."""
 
 import gzip
 import json
 import math
-import os
 
 import pytest
 
 from lightning_fl.report import find_runs, read_run
-from lightning_fl.report.run import LIMITS
 from lightning_fl.types import FederationError
 
 
@@ -20,7 +18,9 @@ def test_a_folder_is_read(folder):
     assert run.config["data"] == "Digits"
     assert run.config["data.batch_size"] == 32
     assert run.partition["sizes"] == [3, 2]
-    assert run.partition["classes"] == [1, 1]
+    assert run.partition["counts"] == [{"0": 3}, {"1": 2}]
+    assert run.outcomes.names[5] == "non-finite values"
+    assert run.outcomes.codes.tolist() == [[1, 1], [1, 1], [1, 5], [1, 1]]
     assert run.faults == [(3, 1, "nan")]
     assert run.participation[1] == {
         "client": 1,
@@ -34,6 +34,7 @@ def test_a_folder_is_read(folder):
 
 def test_a_table_of_rounds_is_enough(folder):
     others = ("config__yaml", "environment__json", "partition__json", "participation__csv")
+    others += ("participation_by_round__csv__gz",)
     run = read_run(folder(**dict.fromkeys(others)))
     assert run.rounds == 4
     assert run.planned is None
@@ -83,39 +84,17 @@ def test_without_an_environment_all_rounds_are_to_be_done(folder, config):
     assert not read_run(folder(environment__json=None, config__yaml=text)).is_finished
 
 
-def test_what_is_no_number_is_left_out_and_named(folder):
-    run = read_run(
-        folder(
-            rounds__csv="round,val_acc,lr\n1,0.5,0.1\n2,oops,0.1\nx,0.7,0.1\n,,\n4,0.5,1e999\n"
-            "5,0.5\n6,0.75,0.1,9,9\n"
-        )
-    )
-    assert [row["round"] for row in run.rows] == [1, 2, 4, 5, 6]
-    assert [r for r, _ in run.column("val_acc")] == [1, 4, 5, 6]
-    assert math.isnan(run.rows[2]["lr"])
-    assert "lr" not in run.rows[3]
-    (note,) = run.notes
-    assert "rounds.csv" in note
-    assert "val_acc in line 3, line 4 (round is 'x'), line 5 (round is '')" in note
+def test_values_too_large_to_draw_and_missing_cells(folder):
+    run = read_run(folder(rounds__csv="round,val_acc,lr\n1,0.5,inf\n2,,1e31\n3,nan,0.1\n"))
+    assert run.column("val_acc")[0] == (1, 0.5)
+    assert [at for at, _ in run.column("val_acc")] == [1, 3]
+    assert [math.isnan(value) for _, value in run.column("lr")] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "has no readable rounds"),
-        ("round\n", "has no readable rounds"),
-        ("clients,val_acc\n1,2\n", "has no column 'round'"),
-        ("round,a,a\n1,2,3\n", "line 1 of .* has duplicate column names"),
-        ('round,a\n1,"2\n', "could not be read"),
-        ("round,a\n1," + "9" * 200_000 + "\n", "could not be read"),
-        ("round\n-1\n1.5\n1e10\nnan\n", r"no readable rounds .*line 2 \(round is '-1'\)"),
-    ],
-)
-def test_a_table_that_cannot_be_read_is_an_error_that_says_where(folder, text, words):
-    path = folder(rounds__csv=text)
-    with pytest.raises(FederationError, match=words) as error:
-        read_run(path)
-    assert "rounds.csv" in str(error.value)
+@pytest.mark.parametrize("text", ["", "round\n", "clients,val_acc\n1,2\n", "round,a\n1,oops\n"])
+def test_unreadable_table_of_rounds_raises(folder, text):
+    with pytest.raises(FederationError, match=r"rounds\.csv has no readable rounds"):
+        read_run(folder(rounds__csv=text))
 
 
 BOMB = "a: &a [1, 2]\n" + "".join(
@@ -131,29 +110,22 @@ BOMB = "a: &a [1, 2]\n" + "".join(
         ("config__yaml", "!!python/object/apply:os.system ['false']"),
         ("config__yaml", "a: &a [*a]"),
         ("config__yaml", BOMB),
-        ("config__yaml", "[" * 1000),
-        ("config__yaml", "day: 2020-13-45"),
-        ("environment__json", "{"),
         ("environment__json", "[1]"),
         ("environment__json", "[" * 100_000),
         ("partition__json", '{"clients": 3}'),
-        ("partition__json", '{"clients": [3], "class_counts": [{}]}'),
-        ("faults__csv", 'round,client,fault\n"1'),
-        ("clients__csv", "name\nx\n"),
+        ("faults__csv", "round,client,fault\n1,x,nan\n"),
+        ("clients__csv", "client,server\n0,x\n"),
+        ("participation_by_round__csv__gz", b"text"),
+        ("participation_by_round__csv__gz", gzip.compress(b"round,0=a 1=b\n1,01\n2,0\n")),
+        ("participation_by_round__csv__gz", gzip.compress(bytes(3 * 2**20))),
         ("aggregator__png", b"<svg onload='alert(1)'/>"),
     ],
 )
-def test_a_broken_file_is_left_out_and_noted(folder, file, content):
+def test_damaged_or_hostile_file_is_skipped_and_noted(folder, file, content, monkeypatch):
+    monkeypatch.setattr("lightning_fl.report.run.MOST_EXPANDED", 2**20)
     run = read_run(folder(**{file: content}))
-    assert len(run.notes) == 1
-    assert file.replace("__", ".") in run.notes[0]
+    assert [note.partition(" is skipped")[0] for note in run.notes] == [file.replace("__", ".")]
     assert run.rounds == 4
-
-
-def test_lines_of_faults_that_cannot_be_read_are_left_out(folder):
-    run = read_run(folder(faults__csv="round,client,fault\n1,0,late\n1,x,nan\n2\n"))
-    assert run.faults == [(1, 0, "late")]
-    assert run.notes == ["skipped 2 lines of faults.csv, the first is line 3"]
 
 
 def test_names_with_line_breaks_are_read(folder):
@@ -173,71 +145,11 @@ def test_other_callbacks_of_a_resumed_fit_are_told(folder, config):
     assert not unknown.resumed
 
 
-def test_numbers_of_a_test_that_are_too_large_are_not_finite(folder):
-    test = json.dumps({"metrics": {"test_acc": 0.5, "count": 10**400, "loss": None}})
+def test_null_metric_of_a_test_is_nan(folder):
+    test = json.dumps({"metrics": {"test_acc": 0.5, "loss": None}, "checkpoint": None})
     metrics = read_run(folder(test__json=test)).test["metrics"]
     assert metrics["test_acc"] == 0.5
-    assert math.isnan(metrics["count"])
     assert math.isnan(metrics["loss"])
-
-
-def test_files_that_are_too_large_are_not_read(folder, monkeypatch):
-    monkeypatch.setitem(LIMITS, ".yaml", 1e-5)
-    run = read_run(folder())
-    assert not run.config
-    assert not run.config_text
-    (note,) = run.notes
-    assert "is larger than 1e-05 MiB" in note
-    monkeypatch.setitem(LIMITS, ".csv", 1e-5)
-    with pytest.raises(FederationError, match=r"rounds\.csv is larger"):
-        read_run(folder("b/version_0"))
-
-
-def test_a_pipe_is_no_file(folder):
-    path = folder(faults__csv=None)
-    os.mkfifo(path / "faults.csv")
-    assert read_run(path).faults is None
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        (["round,0=a 1=b", "1,01", "2,0"], "one line of the same length per round"),
-        (["round,0=a 1=b", "1,01", "3,01"], "one line of the same length per round"),
-        (["round,0=a 1=b", "1,02"], "outcomes that its first line does not explain"),
-        ([f"round,{' '.join(f'{chr(i)}=a' for i in range(256, 520))}", "1,0"], "first line"),
-        (["round,0", "1,0"], "its first line does not explain the outcomes"),
-        ([], "participation_by_round.csv.gz is skipped"),
-        (["round,0=a 1=b"], "participation_by_round.csv.gz is skipped"),
-        (["round,0=a 1=b", "one,01"], "participation_by_round.csv.gz is skipped"),
-        (["round,0=a 1=b", "1"], "participation_by_round.csv.gz is skipped"),
-    ],
-)
-def test_broken_outcomes_are_left_out_and_noted(folder, lines, words):
-    path = folder()
-    content = gzip.compress("\n".join(lines).encode())
-    (path / "participation_by_round.csv.gz").write_bytes(content)
-    run = read_run(path)
-    assert run.outcomes is None
-    assert words in run.notes[0]
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"text", gzip.compress(b"round")[:-9]], ids=["empty", "text", "cut short"]
-)
-def test_outcomes_that_cannot_be_decompressed_are_left_out(folder, content):
-    path = folder()
-    (path / "participation_by_round.csv.gz").write_bytes(content)
-    run = read_run(path)
-    assert run.outcomes is None
-    assert "participation_by_round.csv.gz is skipped" in run.notes[0]
-
-
-def test_outcomes_that_expand_too_much_are_left_out(folder, monkeypatch):
-    monkeypatch.setattr("lightning_fl.report.run.MOST_EXPANDED", 1)
-    path = folder()
-    (path / "participation_by_round.csv.gz").write_bytes(gzip.compress(bytes(3 * 2**20)))
-    assert "it has more than 1 MiB" in read_run(path).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +165,6 @@ def test_files_of_an_earlier_fit_are_left_out(folder, environment, left_out):
     files = {
         "faults__csv": "round,client,fault\n1,0,nan\n",
         "clients__csv": "client,server\n0,0.5\n",
-        "participation_by_round__csv__gz": gzip.compress(b"round,0=no 1=yes\n1,01\n"),
     }
     run = read_run(folder(environment__json=json.dumps(environment), **files))
     names = ("faults", "clients", "participation", "outcomes")
