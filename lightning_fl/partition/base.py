@@ -121,16 +121,17 @@ def classes_of(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def fault_of(parts: Sequence[Tensor], num_samples: int, complete: bool = False) -> str | None:
     """Return why `parts` is not a valid split of the samples; None if it is valid."""
-    if not len(parts):
-        return "there are no clients"
     sizes = torch.tensor([len(part) for part in parts])
-    return fault_of_samples(torch.cat(list(parts)), sizes, num_samples, complete)
+    samples = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+    return fault_of_samples(samples, sizes, num_samples, complete)
 
 
 def fault_of_samples(
     samples: Tensor, sizes: Tensor, num_samples: int, complete: bool = False
 ) -> str | None:
     """Return the same for the concatenated samples of all clients and the clients' sizes."""
+    if not len(sizes):
+        return "there are no clients"
     if not sizes.all():
         return f"client {sizes.tolist().index(0)} gets no sample"
     samples, position = samples.sort()
