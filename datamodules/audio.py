@@ -36,14 +36,6 @@ class Clip(NamedTuple):
     speaker: str
 
 
-class Clips(InMemory):
-    """Clips and labels in memory. The speakers are the keys of ``Natural``."""
-
-    def __init__(self, clips: Tensor, labels: Tensor, keys: list[str]) -> None:
-        super().__init__(clips, labels)
-        self.keys = keys
-
-
 def read_wav(path: Path, rate: int, samples: int) -> Tensor:
     """Read a clip, resample it to ``rate`` and pad or crop it to ``samples`` samples.
 
@@ -89,11 +81,9 @@ def read_recording(path: Path, rate: int) -> Tensor:
             found, data = wavfile.read(path)
     except Exception as error:  # scipy raises errors of many types for damaged files
         raise ValueError(f"{path} is not a readable WAV file: {error}") from error
-    if not data.size:
-        raise ValueError(f"{path} has no samples")
+    if not data.size or not np.isfinite(data).all():
+        raise ValueError(f"{path} has no samples, or non-finite samples")
     wave = _floating(data)
-    if not wave.isfinite().all():
-        raise ValueError(f"{path} has non-finite samples")
     wave = wave.mean(1) if wave.ndim == 2 else wave
     if found != rate:
         # An approximate ratio: the size of the filter grows with numerator and denominator.
@@ -290,14 +280,14 @@ class AudioDataModule(FederatedDataModule, ABC):
         """Return recordings of background noise, of any length; none by default."""
         return []
 
-    def load(self, train: bool) -> Clips | None:
+    def load(self, train: bool) -> InMemory | None:
         """Read clips and labels into memory, for training with those for validation."""
         if not train:
             return self._read("test")
         self.val = self._read("val")
         return self._read("train")
 
-    def _read(self, part: Literal["train", "val", "test"]) -> Clips | None:
+    def _read(self, part: Literal["train", "val", "test"]) -> InMemory | None:
         if not self.folder.is_dir():
             raise FederationError(
                 f"{type(self).__name__} was not found in {self.folder}: set root to the folder that"
@@ -310,7 +300,9 @@ class AudioDataModule(FederatedDataModule, ABC):
             x = torch.stack([read_wav(clip.path, self.rate, self.samples) for clip in clips])
         if self.cache_features:
             x = torch.cat([self.features(chunk) for chunk in x.split(CHUNK)])
-        return Clips(x, torch.tensor([c.label for c in clips]), [c.speaker for c in clips])
+        data = InMemory(x, torch.tensor([clip.label for clip in clips]))
+        data.keys = [clip.speaker for clip in clips]  # for Natural
+        return data
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Convert clips to spectrograms on the device of the batch, and augment training clips."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from numbers import Number
-from typing import Any, ClassVar, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import torch
@@ -96,12 +96,8 @@ class FederatedDataModule(LightningDataModule):
         tensor([16, 16, 16, 16, 16])
     """
 
-    #: How to provide test samples, and labels and keys for the rule, for error messages.
-    remedies: ClassVar[dict[str, str]] = {
-        "test": "pass test=",
-        "labels": "pass labels=",
-        "keys": "pass keys=",
-    }
+    #: How to provide test samples, for error messages.
+    test_remedy = "pass test="
     #: Number of random numbers that each training sample gets for augmentation. If it is positive,
     #: the last element of a training batch is a ``Draws``, until ``on_after_batch_transfer``.
     draws = 0
@@ -284,7 +280,6 @@ class FederatedDataModule(LightningDataModule):
             local_test_size=self.local_test_size,
             stream_steps=self.stream_steps,
             seed=run_seed(self.seed),
-            remedies=self.remedies,
         )
         # Assigned only after all checks: a second setup() would mistake the held-out samples for
         # samples passed as val.
@@ -489,7 +484,7 @@ class FederatedDataModule(LightningDataModule):
     def _test_samples(self) -> Any:
         if self.test is None:
             name = type(self).__name__
-            raise FederationError(f"{name} has no test samples: {self.remedies['test']}")
+            raise FederationError(f"{name} has no test samples: {self.test_remedy}")
         return self.test
 
     def evaluation_loader(

@@ -144,5 +144,5 @@ def joined(clients: Mapping[str, Any]) -> Any:
     if len(kinds) > 1:
         return whole
     samples = InMemory(*map(torch.cat, zip(*(part.tensors for part in parts), strict=True)))
-    vars(samples).update(keys=whole.keys, key_names=whole.key_names)
+    samples.keys, samples.key_names = whole.keys, whole.key_names
     return samples

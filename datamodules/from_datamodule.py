@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -59,9 +59,7 @@ class FromDataModule(FederatedDataModule):
         (tensor([10, 10, 10, 10, 10, 10]), 5)
     """
 
-    remedies: ClassVar[dict[str, str]] = FederatedDataModule.remedies | {
-        "test": "return a DataLoader from test_dataloader of the data module"
-    }
+    test_remedy = "return a DataLoader from test_dataloader of the data module"
 
     def __init__(
         self,

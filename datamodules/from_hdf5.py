@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,10 +44,7 @@ class FromHDF5(FederatedDataModule):
         FederationError: If the package is missing, or a file does not have this layout.
     """
 
-    remedies: ClassVar[dict[str, str]] = FederatedDataModule.remedies | {
-        "test": "pass test_path=",
-        "labels": "set label to a field with one number per sample",
-    }
+    test_remedy = "pass test_path="
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,11 +60,6 @@ class FromHuggingFace(FederatedDataModule):
         FederationError: If the package is missing, the data set streams or cannot be loaded, or has
             no such column.
     """
-
-    remedies: ClassVar[dict[str, str]] = FederatedDataModule.remedies | {
-        "labels": "set label or label_transform so that each row has a number as its label",
-        "keys": "pass partition_by, the column with the client of each row",
-    }
 
     def __init__(
         self,
@@ -204,12 +199,10 @@ class Rows(Dataset[Any]):
                 )
         #: Input columns of images that become tensors here.
         self._images: set[str] = set()
-        #: Columns of a sample with the data set that reads them.
-        self._views: list[tuple[list[str], Any]] = [(self.wanted, data)]
+        #: Data set that reads the columns of a sample.
+        self._view = data if kind == "custom" else data.select_columns(self.wanted)
         if kind is None:
             self._decode()
-        elif kind != "custom":
-            self._views = [(self.wanted, data.select_columns(self.wanted))]
 
     def _decode(self) -> None:
         """Read what functions take as the package decodes it, and other values as tensors."""
@@ -223,13 +216,8 @@ class Rows(Dataset[Any]):
                 f"the label {self.label!r} is an image: pass label_transform, or with several"
                 " input columns transform, such as PILToTensor of torchvision"
             )
-        raw = [name for name in self.wanted if name in self._images | given]
-        rest = [name for name in self.wanted if name not in raw]
-        self._views = [
-            (names, self._all.select_columns(names).with_format(format))
-            for names, format in ((raw, None), (rest, "torch"))
-            if names
-        ]
+        tensors = [name for name in self.wanted if name not in self._images | given]
+        self._view = self._view.with_format("torch", tensors, output_all_columns=True)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -239,10 +227,7 @@ class Rows(Dataset[Any]):
 
     def __getitems__(self, index: list[int]) -> list[Any]:
         """Return samples, which are read together."""
-        columns: dict[str, Any] = {}
-        for names, view in self._views:
-            read = view[index]
-            columns |= {name: read[name] for name in names}
+        columns = self._view[index]
         for name in self._images:
             columns[name] = [_pixels(image) for image in columns[name]]
         rows = range(len(index))

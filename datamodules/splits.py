@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,6 @@ def split_samples(
     local_test_size: float,
     stream_steps: int,
     seed: int,
-    remedies: Mapping[str, str],
 ) -> Split:
     """Hold out validation samples and split the rest over clients.
 
@@ -114,7 +113,6 @@ def split_samples(
         local_test_size: Fraction of each client's samples to hold out as local test samples.
         stream_steps: Number of steps of the stream.
         seed: Seed of the split.
-        remedies: How to provide ``labels`` and ``keys``, for error messages.
 
     Raises:
         FederationError: If an option does not fit the data.
@@ -124,7 +122,7 @@ def split_samples(
     codes: Tensor | None = None
     key_names: list[str] = []
     if rule.splits_by == "keys":
-        codes, key_names = _keys(rule, data, keys, remedies["keys"])
+        codes, key_names = _keys(rule, data, keys)
     elif keys is not None:
         raise FederationError(
             f"{type(rule).__name__} does not read keys: leave them out, or set partition=Natural()"
@@ -132,8 +130,7 @@ def split_samples(
     elif rule.splits_by == "labels" and classes is None:
         raise FederationError(
             f"{type(rule).__name__} needs a label for each training sample, but"
-            f" {type(data).__name__} has neither targets nor labels (one number per sample):"
-            f" {remedies['labels']}"
+            f" {type(data).__name__} has none that are numbers (targets or labels): pass labels="
         )
     by = strata if codes is None else codes
     held = _held_out(rule, strata, val_size, seed, codes, num_clients)
@@ -180,9 +177,9 @@ def samples_checksum(data: Any, labels: Tensor | None) -> str:
     if isinstance(part, InMemory) and part.indices is not None:
         known.append(torch.as_tensor(part.indices))
     for values in known:
-        if values is not None and values.layout == torch.strided:
+        if values is not None:
             exact = values.double() if values.is_floating_point() else values
-            digest.update(exact.detach().cpu().contiguous().numpy().tobytes())
+            digest.update(exact.detach().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -212,13 +209,13 @@ def _numbers(values: Any) -> Tensor | None:
         return None
 
 
-def _keys(rule: Partition, data: Any, keys: Any, remedy: str) -> tuple[Tensor, list[str]]:
+def _keys(rule: Partition, data: Any, keys: Any) -> tuple[Tensor, list[str]]:
     """Return the key of each sample, ``[n]``, as an index into the names of the keys."""
     n, name, key_names = len(data), type(rule).__name__, None
     if keys is None:
         keys, key_names = keys_of(data)
     if keys is None:
-        raise FederationError(f"{name} needs a key for each training sample: {remedy}")
+        raise FederationError(f"{name} needs a key for each training sample: pass keys=")
     distinct, codes = np.unique(_comparable(keys, name), return_inverse=True)
     if codes.shape != (n,):
         raise FederationError(
@@ -319,13 +316,9 @@ def _local_tests(
     """Split the samples of each client into training samples and local test samples."""
     if not fraction:
         return parts, []
+    _check_sizes(parts, 2, f"local_test_size={fraction}")
     kept, tests = [], []
     for client, part in enumerate(parts):
-        if len(part) < 2:
-            raise FederationError(
-                f"local_test_size={fraction} needs at least 2 samples per client, but client"
-                f" {client} has 1: raise min_size of the partition, or set local_test_size to 0"
-            )
         count = min(max(1, round(fraction * len(part))), len(part) - 1)
         train, test = hold_out(
             labels[part], count, generator(seed, RandomStream.LOCAL_TEST, client)
@@ -339,15 +332,19 @@ def _in_steps(parts: list[Tensor], stream_steps: int, seed: int) -> list[list[Te
     """Return the samples of each client in each step of a stream."""
     if stream_steps == 1:
         return [parts]
+    _check_sizes(parts, stream_steps, f"stream_steps={stream_steps}")
     clients = []
     for client, part in enumerate(parts):
-        if len(part) < stream_steps:
-            raise FederationError(
-                f"stream_steps={stream_steps} needs at least {stream_steps} samples per client, but"
-                f" client {client} has {len(part)}: lower stream_steps, or raise min_size of the"
-                " partition"
-            )
         random = generator(seed, RandomStream.ARRIVALS, client)
         order = part[torch.randperm(len(part), generator=random)]
         clients.append([chunk.sort().values for chunk in order.tensor_split(stream_steps)])
     return [list(step) for step in zip(*clients, strict=True)]
+
+
+def _check_sizes(parts: list[Tensor], least: int, option: str) -> None:
+    for client, part in enumerate(parts):
+        if len(part) < least:
+            raise FederationError(
+                f"{option} needs at least {least} samples per client, but client {client} has"
+                f" {len(part)}: leave out the option, or raise min_size of the partition"
+            )

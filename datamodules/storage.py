@@ -35,6 +35,9 @@ class InMemory(TensorDataset):
         super().__init__(*tensors)
         self._buffers: dict[int, tuple[Tensor, ...]] = {}
         self._copy: InMemory | None = None
+        #: Key of each sample for ``Natural``, and names of keys that are indices; None if unknown.
+        self.keys: Any = None
+        self.key_names: Sequence[str] | None = None
         #: Indices of the samples in the data set from which they were copied, if they were.
         self.indices: Sequence[int] | None = None
 
@@ -117,8 +120,7 @@ def in_memory(data: Any, name: str) -> Any:
     check_map_style(data, name)
     if type(data) is Subset and type(data.dataset) is TensorDataset:
         samples = InMemory(*(t[torch.as_tensor(data.indices)] for t in data.dataset.tensors))
-        keys, key_names = keys_of(data)
-        vars(samples).update({} if keys is None else {"keys": keys, "key_names": key_names})
+        samples.keys, samples.key_names = keys_of(data)
         samples.indices = data.indices
         return samples
     if type(data) is not TensorDataset:  # subclasses may change their samples

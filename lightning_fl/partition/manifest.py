@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.files import error_context, read_text, short_repr, write_atomically
-from lightning_fl.partition.base import Partition, fault_of, fault_of_samples
+from lightning_fl.partition.base import Partition, fault_of
 from lightning_fl.types import FederationError
 
 FORMAT = "lightning_fl partition 1"
@@ -59,15 +59,7 @@ class Manifest:
             parts: Sample indices of each client.
             labels: Class of each sample, ``[N]``, even if the rule splits by keys.
             seed: Seed of the rule's generator.
-
-        Raises:
-            FederationError: If clients are empty or share samples, or the labels do not match.
         """
-        if fault := fault_of(parts, len(labels)):
-            raise FederationError(
-                f"parts are not a valid split of {len(labels)} samples: {fault}; pass the parts "
-                "as returned by the rule, and the labels of all samples"
-            )
         return cls(
             rule=type(rule).__name__,
             # Convert to JSON types, so that the manifest equals the one read from the file.
@@ -108,11 +100,12 @@ class Manifest:
 
 def _parsed(entries: dict[str, Any]) -> Manifest:
     """Make a manifest of the entries of a file."""
+    clients = [[int(index) for index in indices] for indices in entries["clients"]]
     # One tensor: separate tensors for millions of clients would take too much memory.
-    sizes = torch.tensor([len(indices) for indices in entries["clients"]])
-    samples = torch.tensor([i for indices in entries["clients"] for i in indices]).long()
+    sizes = torch.tensor([len(indices) for indices in clients])
+    samples = torch.tensor([index for indices in clients for index in indices]).long()
     num_samples = int(entries["num_samples"])
-    if fault := fault_of_samples(samples, sizes, num_samples):
+    if fault := fault_of(samples, sizes, num_samples):
         raise FederationError(fault)
     if (digest := _digest(samples, sizes)) != entries["checksum"]:
         raise FederationError(f"the indices were edited, since their checksum is now {digest}")
@@ -126,7 +119,7 @@ def _parsed(entries: dict[str, Any]) -> Manifest:
         parameters=dict(entries["parameters"]),
         seed=int(entries["seed"]),
         num_samples=num_samples,
-        clients=[part.tolist() for part in samples.split(sizes.tolist())],
+        clients=clients,
         class_counts=counts,
         checksum=digest,
     )

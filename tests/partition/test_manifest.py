@@ -99,13 +99,6 @@ def test_a_manifest_with_samples_held_out_comes_back(tmp_path):
         rule.held_out(6)
 
 
-def test_parts_that_share_samples_get_no_manifest():
-    with pytest.raises(FederationError, match=r"sample 1 is assigned to client 0 and to client 1"):
-        Manifest.of(IID(), [torch.tensor([0, 1]), torch.tensor([1])], LABELS, seed=0)
-    with pytest.raises(FederationError, match=r"there are no clients"):
-        Manifest.of(IID(), [], LABELS, seed=0)
-
-
 def test_people_can_read_the_file(tmp_path):
     manifest(LABELS.flip(0), ByLabel(2)).write(tmp_path / "m.json")
     lines = (tmp_path / "m.json").read_text().splitlines()
@@ -158,10 +151,10 @@ def test_a_file_with_other_white_space_is_the_same_manifest(tmp_path):
         (lambda m: m.update(num_samples=10**30), r"RuntimeError|OverflowError"),
         (lambda m: m.update(clients=[]), r"there are no clients"),
         (lambda m: m["clients"].append([]), r"client 2 gets no sample"),
-        (lambda m: m["clients"].append(7), r"'int' has no len"),
+        (lambda m: m["clients"].append(7), r"'int' object is not iterable"),
         (lambda m: m["clients"][1].append(0), r"sample 0 is assigned to client 0 and to client 1"),
         (lambda m: m["clients"][1].append(-1), r"client 1 gets sample -1, which is not in"),
-        (lambda m: m["clients"][1].append("2"), r"TypeError|ValueError"),
+        (lambda m: m["clients"][1].append("x"), r"invalid literal for int"),
         (lambda m: m["clients"].reverse(), r"the indices were edited"),
         (lambda m: m["clients"][0].append(m["clients"][1].pop()), r"the indices were edited"),
         (lambda m: m["clients"][0].pop(), r"the indices were edited"),
