@@ -1,6 +1,6 @@
 """Data modules that split a data set over clients; one file per data set."""
 
-from lightning_fl.datamodules.audio import AudioDataModule, Augment, Clip, Clips, LogMel
+from lightning_fl.datamodules.audio import AudioDataModule, Augment, Clip, LogMel
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.cifar10 import CIFAR10
 from lightning_fl.datamodules.digits import Digits
@@ -26,7 +26,6 @@ __all__ = [
     "Augment",
     "Characters",
     "Clip",
-    "Clips",
     "Digits",
     "Draws",
     "FashionMNIST",

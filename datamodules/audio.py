@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from scipy.io import wavfile
 from torch import Tensor, nn
 from torchaudio.functional import resample
@@ -19,17 +18,14 @@ from torchaudio.transforms import MelSpectrogram
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import InMemory
-from lightning_fl.files import data_root
+from lightning_fl.files import data_root, error_context
 from lightning_fl.functional.augmentation import choices, mask_span, shift
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_choice, check_flag, check_integer, check_number
-from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
 
 #: Number of clips per chunk when the features of all clips are precomputed.
 CHUNK = 500
-#: Minimum and maximum sampling rate of a file, in Hz.
-RATES = (1_000, 768_000)
 
 
 class Clip(NamedTuple):
@@ -38,14 +34,6 @@ class Clip(NamedTuple):
     path: Path
     label: int
     speaker: str
-
-
-class Clips(InMemory):
-    """Clips and labels in memory. The speakers are the keys of ``Natural``."""
-
-    def __init__(self, clips: Tensor, labels: Tensor, keys: list[str]) -> None:
-        super().__init__(clips, labels)
-        self.keys = keys
 
 
 def read_wav(path: Path, rate: int, samples: int) -> Tensor:
@@ -93,16 +81,10 @@ def read_recording(path: Path, rate: int) -> Tensor:
             found, data = wavfile.read(path)
     except Exception as error:  # scipy raises errors of many types for damaged files
         raise ValueError(f"{path} is not a readable WAV file: {error}") from error
-    if not data.size:
-        raise ValueError(f"{path} has no samples")
+    if not data.size or not np.isfinite(data).all():
+        raise ValueError(f"{path} has no samples, or non-finite samples")
     wave = _floating(data)
-    if not wave.isfinite().all():
-        raise ValueError(f"{path} has non-finite samples")
     wave = wave.mean(1) if wave.ndim == 2 else wave
-    if not RATES[0] <= found <= RATES[1]:
-        raise ValueError(
-            f"{path} has a sampling rate of {found} Hz, allowed is {RATES[0]} to {RATES[1]} Hz"
-        )
     if found != rate:
         # An approximate ratio: the size of the filter grows with numerator and denominator.
         ratio = Fraction(found, rate).limit_denominator(1000)
@@ -241,12 +223,9 @@ class AudioDataModule(FederatedDataModule, ABC):
         cache_features: Compute all spectrograms once, at the start, and keep them instead of the
             clips.
         augment: Augmentation of the training clips on the device; true means ``Augment()``.
-        skip_damaged: Skip unreadable files with a warning instead of raising an error.
-        partition: Rule that splits the training samples over clients; ``Natural`` makes each
-            speaker a client; None means ``IID``.
-        num_clients: Number of clients; None if the rule determines it.
         batch_size: Samples per local step; None means all samples of a client.
-        options: Options of :class:`FederatedDataModule`.
+        options: Options of :class:`FederatedDataModule`, such as ``partition``; ``Natural`` makes
+            each speaker a client.
 
     Raises:
         FederationError: If the files are missing, one is damaged, or an option is out of range.
@@ -266,15 +245,10 @@ class AudioDataModule(FederatedDataModule, ABC):
         normalize: Literal["clip", "none"] = "clip",
         cache_features: bool = False,
         augment: bool | Augment = False,
-        skip_damaged: bool = False,
-        partition: Partition | None = None,
-        num_clients: int | None = 10,
         batch_size: int | None = 64,
         **options: Any,
     ) -> None:
-        super().__init__(
-            partition=partition, num_clients=num_clients, batch_size=batch_size, **options
-        )
+        super().__init__(train=None, val=None, test=None, batch_size=batch_size, **options)
         check_number("seconds", seconds, above=0, below=3600)
         check_integer("image_size", image_size, min=1)
         self.cache_features = check_flag("cache_features", cache_features)
@@ -288,7 +262,6 @@ class AudioDataModule(FederatedDataModule, ABC):
                 " set time_shift and noise of augment to 0, or cache_features to false"
             )
         self.root = data_root(root)
-        self.skip_damaged = check_flag("skip_damaged", skip_damaged)
         self.draws = 0 if self.augment is None else Augment.draws
         self._background: Tensor | None = None
         self.samples = max(1, round(seconds * self.rate))
@@ -301,51 +274,35 @@ class AudioDataModule(FederatedDataModule, ABC):
 
     @abstractmethod
     def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
-        """Return the clips of a part; None if the data set has no such part."""
+        """Return the clips of a part; None or no clips if the data set has no such part."""
 
     def background_files(self) -> list[Path]:
         """Return recordings of background noise, of any length; none by default."""
         return []
 
-    def setup(self, stage: str | None = None) -> None:
-        """Read the clips, including the validation clips if the data set has some."""
-        if self.val is None and stage in {"fit", "validate", None}:
-            self.val = self._read("val")
-        super().setup(stage)
+    def load(self, train: bool) -> InMemory | None:
+        """Read clips and labels into memory, for training with those for validation."""
+        if not train:
+            return self._read("test")
+        self.val = self._read("val")
+        return self._read("train")
 
-    def load(self, train: bool) -> Clips | None:
-        """Read clips and labels into memory."""
-        return self._read("train" if train else "test")
-
-    def _read(self, part: Literal["train", "val", "test"]) -> Clips | None:
+    def _read(self, part: Literal["train", "val", "test"]) -> InMemory | None:
         if not self.folder.is_dir():
             raise FederationError(
                 f"{type(self).__name__} was not found in {self.folder}: set root to the folder that"
                 f" contains it, or {self.remedy}"
             )
         clips = self.clips(part)
-        if clips is None:
+        if not clips:
             return None
-        waves, kept, damaged = [], list[Clip](), list[str]()
-        for clip in clips:
-            try:
-                waves.append(read_wav(clip.path, self.rate, self.samples))
-                kept.append(clip)
-            except ValueError as error:
-                damaged.append(str(error))
-        if damaged and not self.skip_damaged:
-            raise FederationError(
-                f"{len(damaged)} of {len(clips)} clips are damaged: {damaged[0]}. Download them"
-                " again, or skip them with skip_damaged=true (data.init_args.skip_damaged)"
-            )
-        if not kept:
-            raise FederationError(f"{type(self).__name__} has no {part} clips in {self.root!r}")
-        if damaged:
-            rank_zero_warn(f"skipped {len(damaged)} damaged clips: {', '.join(damaged[:3])}")
-        x = torch.stack(waves)
+        with error_context(f"{type(self).__name__} in {self.folder}", ValueError):
+            x = torch.stack([read_wav(clip.path, self.rate, self.samples) for clip in clips])
         if self.cache_features:
             x = torch.cat([self.features(chunk) for chunk in x.split(CHUNK)])
-        return Clips(x, torch.tensor([clip.label for clip in kept]), [c.speaker for c in kept])
+        data = InMemory(x, torch.tensor([clip.label for clip in clips]))
+        data.keys = [clip.speaker for clip in clips]  # for Natural
+        return data
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Convert clips to spectrograms on the device of the batch, and augment training clips."""

@@ -28,14 +28,8 @@ from lightning_fl.datamodules.batches import (
 )
 from lightning_fl.datamodules.centralized import EpochBatches
 from lightning_fl.datamodules.loader import Batches, Collate, round_loader
-from lightning_fl.datamodules.splits import (
-    Split,
-    read_sample,
-    split_samples,
-    warn_of_other_labels,
-    warn_of_own_random_numbers,
-)
-from lightning_fl.datamodules.storage import AnyDataset, InMemory, check_kind, in_memory, subset
+from lightning_fl.datamodules.splits import Split, split_samples
+from lightning_fl.datamodules.storage import AnyDataset, InMemory, in_memory, subset
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.partition import IID, Manifest, Partition
@@ -74,7 +68,7 @@ class FederatedDataModule(LightningDataModule):
             random into this number of parts, and each round trains on one part. After the last
             part, the stream starts again.
         labels: Labels of ``train`` for the rule, ``[n]``; None reads them from the data set
-            (``targets``, ``labels`` or the last tensor), which warns if samples have other labels.
+            (``targets``, ``labels`` or the last tensor) without a ``target_transform``.
         keys: Key of each training sample for ``Natural``, ``[n]``, names or numbers (such as
             speakers or writers); None reads the attribute ``keys`` of the data set.
         replacement: Draw each batch from all samples of the client, with replacement, instead of
@@ -130,7 +124,6 @@ class FederatedDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        check_kind(train)
         if partition is not None and not isinstance(partition, Partition):
             raise FederationError(
                 f"partition must be a Partition, such as IID(), or None, got {partition!r}"
@@ -288,15 +281,6 @@ class FederatedDataModule(LightningDataModule):
             stream_steps=self.stream_steps,
             seed=run_seed(self.seed),
         )
-        count = len(split.held_out if self.val is None else self.val)
-        if 0 < count < (processes := self._processes()[1]):
-            raise FederationError(
-                f"{count} validation samples cannot be shared by {processes} processes, because"
-                " each process needs at least one: raise val_size, or lower devices"
-            )
-        if self.labels is None and split.labels is not None:
-            warn_of_other_labels(train, split.labels)
-        warn_of_own_random_numbers(train)
         # Assigned only after all checks: a second setup() would mistake the held-out samples for
         # samples passed as val.
         if self.val is None and len(split.held_out):
@@ -562,7 +546,8 @@ class FederatedDataModule(LightningDataModule):
 
         0 if there are none, as in samples of PIL images or graphs: the size is unknown.
         """
-        parts = tree_leaves(read_sample(self.train, 0))
+        with seeded_rng(0):  # transforms may draw random numbers
+            parts = tree_leaves(self.train[0])
         sizes = [p.numel() for p in parts if isinstance(p, Tensor)]
         sizes += [p.size for p in parts if isinstance(p, np.ndarray)]
         return 4 * (sum(sizes) + sum(isinstance(p, Number) for p in parts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -13,13 +13,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.splits import labels_of
-from lightning_fl.datamodules.storage import (
-    AnyDataset,
-    InMemory,
-    check_absent,
-    check_map_style,
-    not_samples,
-)
+from lightning_fl.datamodules.storage import AnyDataset, InMemory, check_map_style
+from lightning_fl.files import short_repr
 from lightning_fl.partition import Natural
 from lightning_fl.types import FederationError
 
@@ -33,10 +28,8 @@ class FromClients(FederatedDataModule):
 
     Args:
         clients: Map-style data sets by the name of their client, or in a sequence.
-        val: The server's validation samples; None holds out ``val_size`` of all samples.
-        test: Test samples.
-        batch_size: Samples per local step; None means all samples of a client.
-        options: Further options of :class:`FederatedDataModule`.
+        options: Options of :class:`FederatedDataModule`, such as ``val``, ``test`` and
+            ``batch_size``. Without ``val``, ``val_size`` of all samples are held out.
 
     Raises:
         FederationError: If there is no client, two names are equal, or a data set is empty,
@@ -53,27 +46,10 @@ class FromClients(FederatedDataModule):
     """
 
     def __init__(
-        self,
-        clients: Mapping[str, AnyDataset] | Sequence[AnyDataset],
-        val: AnyDataset | None = None,
-        test: AnyDataset | None = None,
-        batch_size: int | None = 32,
-        **options: Any,
+        self, clients: Mapping[str, AnyDataset] | Sequence[AnyDataset], **options: Any
     ) -> None:
-        check_absent(options, "FromClients determines", "train", "partition", "num_clients", "keys")
-        super().__init__(
-            train=None,
-            val=val,
-            test=test,
-            partition=Natural(),
-            num_clients=None,
-            batch_size=batch_size,
-            keys=None,
-            **options,
-        )
+        super().__init__(train=None, partition=Natural(), num_clients=None, keys=None, **options)
         self.clients = _named(clients)
-        for name, data in self.clients.items():
-            _check_samples(data, f"the data set of client {name!r}")
 
     def load(self, train: bool) -> Any:
         """Return the samples of all clients, or the test samples."""
@@ -82,32 +58,21 @@ class FromClients(FederatedDataModule):
 
 def _named(clients: Any) -> dict[str, Any]:
     """Return the data sets by the name of their client. Clients of a sequence have numbers."""
-    is_one = isinstance(clients, Dataset | Tensor | np.ndarray | str)
-    if is_one or not isinstance(clients, Iterable):
+    if not isinstance(clients, Mapping | Sequence) or isinstance(clients, str) or not clients:
         raise FederationError(
             "clients must be a dictionary or list with one data set per client, got"
-            f" {type(clients).__name__}: to split one data set, call FederatedDataModule(train=...)"
+            f" {short_repr(clients)}: to split one data set, call FederatedDataModule(train=...)"
         )
-    pairs = clients.items() if isinstance(clients, Mapping) else enumerate(clients)
-    named: dict[str, Any] = {}
-    for name, data in pairs:
-        if str(name) in named:
-            raise FederationError(
-                f"two clients have the name {str(name)!r} (as a number and as a text): rename one"
-            )
-        named[str(name)] = data
-    if not named:
-        raise FederationError("clients must have at least one data set, got none")
+    pairs = list(clients.items() if isinstance(clients, Mapping) else enumerate(clients))
+    named = {str(name): data for name, data in pairs}
+    if len(named) < len(pairs):
+        raise FederationError(
+            "clients must have distinct names as texts, got"
+            f" {short_repr([name for name, _ in pairs])}: rename one"
+        )
+    for name, data in named.items():
+        check_map_style(data, f"the data set of client {name!r}")
     return named
-
-
-def _check_samples(data: Any, name: str) -> None:
-    """Refuse what is no data set. The rows of tensors would be clients' samples without labels."""
-    arrays = Tensor | np.ndarray
-    is_columns = isinstance(data, list | tuple) and all(isinstance(x, arrays) for x in data)
-    if isinstance(data, arrays | Mapping | str) or (is_columns and data):
-        raise not_samples(data, name)
-    check_map_style(data, name)
 
 
 class ByClient(Dataset[Any]):
@@ -179,5 +144,5 @@ def joined(clients: Mapping[str, Any]) -> Any:
     if len(kinds) > 1:
         return whole
     samples = InMemory(*map(torch.cat, zip(*(part.tensors for part in parts), strict=True)))
-    vars(samples).update(keys=whole.keys, key_names=whole.key_names)
+    samples.keys, samples.key_names = whole.keys, whole.key_names
     return samples

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.from_clients import ByClient
-from lightning_fl.datamodules.storage import check_absent
 from lightning_fl.extras import imported
+from lightning_fl.files import error_context
 from lightning_fl.options import check_integer
 from lightning_fl.partition import Natural
 from lightning_fl.types import FederationError
@@ -27,7 +26,7 @@ class FromHDF5(FederatedDataModule):
     EMNIST, Shakespeare, CIFAR-100 and Stack Overflow are distributed in this layout. Each client of
     the file is a client. Samples stay in the file; those of one client are read at a time. Numbers
     become tensors, with labels and indices in int64 and bytes of images as they are. Texts become
-    strings.
+    strings. Clients without samples are left out.
 
     Requires the package h5py: ``pip install "lightning_fl[hdf5]"``.
 
@@ -39,7 +38,6 @@ class FromHDF5(FederatedDataModule):
         label: Field of the label, for histograms and stratified hold-outs. None means no labels.
         transform: Function of a sample.
         max_clients: Number of clients to read, in ascending order of their names; None means all.
-        batch_size: Samples per local step; None means all samples of a client.
         options: Further options of :class:`FederatedDataModule`.
 
     Raises:
@@ -56,21 +54,11 @@ class FromHDF5(FederatedDataModule):
         label: str | None = "label",
         transform: Callable[[Any], Any] | None = None,
         max_clients: int | None = None,
-        batch_size: int | None = 32,
         **options: Any,
     ) -> None:
         imported("h5py", "FromHDF5", "hdf5")
-        taken = ("train", "test", "partition", "num_clients", "keys", "labels")
-        check_absent(options, "FromHDF5 determines", *taken)
         super().__init__(
-            train=None,
-            test=None,
-            partition=Natural(),
-            num_clients=None,
-            batch_size=batch_size,
-            labels=None,
-            keys=None,
-            **options,
+            train=None, test=None, partition=Natural(), num_clients=None, keys=None, **options
         )
         self.path, self.test_path = path, test_path
         self.fields = [fields] if isinstance(fields, str) else list(fields)
@@ -110,12 +98,11 @@ class Examples(ByClient):
         self._file: Any = None
         #: The client that was read last, and its fields.
         self._last: tuple[int, list[Any]] = (-1, [])
-        if not Path(path).is_file():
-            raise FederationError(f"there is no file {path!r}: download it, or set its path")
         names = sorted(self._examples)[:max_clients]
-        if not names:
-            raise FederationError(f"{path!r} has no clients under examples/")
-        super().__init__(self._sizes(names))
+        sizes = {name: size for name in names if (size := self._size(name))}
+        if not sizes:
+            raise FederationError(f"{path!r} has no clients with samples under examples/")
+        super().__init__(sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a loader process, which opens the file itself."""
@@ -123,57 +110,24 @@ class Examples(ByClient):
 
     @property
     def _examples(self) -> Any:
-        h5py = imported("h5py", "FromHDF5", "hdf5")
+        """The groups of the clients."""
         if self._file is None:
-            try:
-                self._file = h5py.File(self.path, "r")
-            except OSError as error:
-                raise FederationError(
-                    f"{self.path!r} cannot be read as an HDF5 file ({error}): download it again"
-                ) from error
-        if "examples" not in self._file:
-            raise FederationError(
-                f"{self.path!r} has no group 'examples', but {sorted(self._file)}: the layout must"
-                " be examples/<client>/<field>"
-            )
-        return self._file["examples"]
-
-    def _sizes(self, names: Sequence[str]) -> dict[str, int]:
-        """Return the number of samples of each client that has any, and warn of the others."""
-        sizes = {name: self._size(name) for name in names}
-        if empty := [name for name, size in sizes.items() if not size]:
-            rank_zero_warn(
-                f"{len(empty)} of {len(sizes)} clients in {self.path!r} have no samples and are"
-                f" left out: {', '.join(empty[:5])}{', ...' * (len(empty) > 5)}"
-            )
-        return {name: size for name, size in sizes.items() if size}
+            with error_context(f"the HDF5 file {self.path!r} cannot be read", OSError):
+                self._file = imported("h5py", "FromHDF5", "hdf5").File(self.path, "r")
+        return self._file.get("examples", {})
 
     def _size(self, client: str) -> int:
-        """Return the number of samples of a client, after a check of its fields."""
-        group = self._examples[client]
-        wanted = [*self.fields, *([self.label] if self.label else [])]
-        if not hasattr(group, "keys"):
+        """Return the number of samples of a client: the length of each of its fields."""
+        group, sizes = self._examples[client], dict[str, int]()
+        wanted = list(dict.fromkeys([*self.fields, *([self.label] if self.label else [])]))
+        with suppress(KeyError, TypeError, ValueError):  # no such field, or a single value
+            sizes = {field: len(group[field]) for field in wanted}
+        if len(set(sizes.values())) != 1:
             raise FederationError(
-                f"client {client!r} in {self.path!r} is a single array: the layout must be"
-                " examples/<client>/<field>"
+                f"client {client!r} in {self.path!r} must have the fields {wanted} with one value"
+                f" per sample ({sizes or 'one is missing'}): set fields and label"
             )
-        if missing := [field for field in wanted if field not in group]:
-            raise FederationError(
-                f"client {client!r} in {self.path!r} has no field {missing[0]!r}: choose from"
-                f" {sorted(group)} for fields and label"
-            )
-        if scalars := [field for field in wanted if not group[field].shape]:
-            raise FederationError(
-                f"the field {scalars[0]!r} of client {client!r} in {self.path!r} is a single value,"
-                " not one per sample: leave it out of fields and label"
-            )
-        sizes = {len(group[field]) for field in wanted}
-        if len(sizes) > 1:
-            raise FederationError(
-                f"the fields of client {client!r} in {self.path!r} have different lengths"
-                f" {sorted(sizes)}: download the file again"
-            )
-        return sizes.pop()
+        return sizes[wanted[0]]
 
     def samples_of(self, client: int, rows: list[int]) -> list[Any]:
         """Return samples of a client."""
@@ -199,11 +153,6 @@ class Examples(ByClient):
         each = [self._examples[name][self.label][()] for name in self.key_names]
         labels = _native(np.concatenate(each))
         return torch.from_numpy(labels) if labels.dtype.kind in "biuf" else None
-
-    @property
-    def remedies(self) -> dict[str, str]:
-        """What to do if a rule lacks labels."""
-        return {"labels": "set label to a field with one number per sample"}
 
 
 def _native(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -15,7 +15,6 @@ from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.files import data_root
 from lightning_fl.functional.augmentation import choices, crop_and_flip
 from lightning_fl.options import check_flag, check_integer
-from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
 
 
@@ -25,20 +24,6 @@ class ImageDataModule(FederatedDataModule):
     Subclasses define the files, the number of classes, and the mean and standard deviation.
 
     Args:
-        partition: Rule that splits the training samples over clients; None means ``IID``.
-        num_clients: Number of clients; None if the rule determines it.
-        batch_size: Samples per local step; None means all samples of a client.
-        val_size: Training samples to hold out for the server's validation, before the split: a
-            fraction or a number of samples. The hold-out is stratified by label.
-        replacement: Draw each batch from all samples of the client, with replacement, instead of
-            making passes over them in random order.
-        drop_last: Drop the incomplete batch at the end of a pass, unless it is the only one.
-        eval_batch_size: Samples per batch in validation, test and prediction.
-        seed: Seed of the hold-out and the split; None means the seed of ``seed_everything``, or 0
-            without one.
-        local_test_size: Fraction of each client's samples to hold out as its local test samples.
-        stream_steps: Number of steps of a data stream: the samples of each client are divided into
-            this number of parts, and each round trains on one part.
         client_rotations: Rotations, in degrees and multiples of 90, that make groups of clients
             with different feature distributions. The images of client ``i`` are rotated by
             ``client_rotations[i % len(client_rotations)]``. Validation and test images are rotated
@@ -46,6 +31,8 @@ class ImageDataModule(FederatedDataModule):
         augment: Augment the training images on the device: random crops with a black border of
             :attr:`crop_padding` pixels and, if :attr:`flips`, a horizontal flip with probability
             1/2, drawn for each sample in each local step.
+        options: Options of :class:`FederatedDataModule`, such as ``partition``, ``num_clients`` and
+            ``batch_size``.
 
     Raises:
         FederationError: If an option is out of range, or the rule cannot split the data.
@@ -63,20 +50,7 @@ class ImageDataModule(FederatedDataModule):
     flips: ClassVar[bool] = False
 
     def __init__(
-        self,
-        partition: Partition | None = None,
-        num_clients: int | None = 10,
-        batch_size: int | None = 32,
-        *,
-        val_size: int | float = 0.1,
-        replacement: bool = False,
-        drop_last: bool = False,
-        eval_batch_size: int = 250,
-        seed: int | None = None,
-        local_test_size: float = 0.0,
-        stream_steps: int = 1,
-        client_rotations: Sequence[int] = (),
-        augment: bool = False,
+        self, *, client_rotations: Sequence[int] = (), augment: bool = False, **options: Any
     ) -> None:
         for angle in client_rotations:
             if check_integer("a value of client_rotations", angle) % 90:
@@ -86,18 +60,7 @@ class ImageDataModule(FederatedDataModule):
         self.client_rotations = list(client_rotations)
         self.draws = 3 if check_flag("augment", augment) else 0
         self._cache: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-        super().__init__(
-            partition=partition,
-            num_clients=num_clients,
-            batch_size=batch_size,
-            val_size=val_size,
-            local_test_size=local_test_size,
-            stream_steps=stream_steps,
-            replacement=replacement,
-            drop_last=drop_last,
-            eval_batch_size=eval_batch_size,
-            seed=seed,
-        )
+        super().__init__(train=None, val=None, test=None, **options)
 
     def setup(self, stage: str | None = None) -> None:
         """Load and split the data, and rotate each client's images, once."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from lightning_fl.datamodules.batches import Batch, Draws, OwnBatches
@@ -79,32 +78,20 @@ class Batches(Dataset[Any]):
                     shown = short_repr(index.tolist())
                     error.add_note(f"While reading the samples {shown}{_of_client(key)}")
                 raise
-        if collated is None:
-            self._refuse_none(index, key)
+        if collated is None:  # Lightning would skip it, and with it the start of a client
+            raise FederationError(
+                f"collate_fn returned None for the samples {short_repr(index.tolist())}"
+                f"{_of_client(key)}, but a client cannot skip a batch: remove these samples from"
+                " the data set, or return an empty batch, and None from training_step"
+            )
         if batch.draws is None:
             return collated
         if not isinstance(collated, list | tuple):
             raise FederationError(
-                "augmentation adds random numbers to a batch that is a list or a tuple, got"
-                f" {type(collated).__name__}: set draws to 0 in the data module, or return a tuple"
-                " from collate_fn"
+                "a batch with random numbers for augmentation must be a list or a tuple, got"
+                f" {type(collated).__name__}: return a tuple from collate_fn, or set draws to 0"
             )
         return [*collated, Draws(batch.draws)]
-
-    def _refuse_none(self, index: Tensor, key: tuple[int, ...]) -> NoReturn:
-        """Refuse an empty batch. Lightning would skip it, and with it the start of a client.
-
-        Raises:
-            FederationError: In any case.
-        """
-        name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
-        raise FederationError(
-            f"the collate_fn {name} returned None for the samples {short_repr(index.tolist())} of"
-            f" the data set{_of_client(key)}. A client cannot skip a batch: filter samples that"
-            " cannot be read in the data set, before it is split over clients, or let collate_fn"
-            " return the remaining samples. To skip a step without VectorizedClients, return an"
-            " empty batch, and None from training_step"
-        )
 
     def start_worker(self, worker: int) -> None:
         """Call ``worker_init`` in a loader process. It finds its own data set there.

@@ -8,7 +8,7 @@ import torch
 
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.inputs import Words
-from lightning_fl.datamodules.storage import InMemory, check_absent
+from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.files import data_root
 from lightning_fl.options import check_flag
 from lightning_fl.types import FederationError
@@ -41,7 +41,6 @@ class Newsgroups(FederatedDataModule):
         vocabulary: int = 10_000,
         **options: Any,
     ) -> None:
-        check_absent(options, "Newsgroups determines", "train", "test")
         super().__init__(train=None, test=None, **options)
         self.root, self.download = data_root(root), check_flag("download", download)
         self.words = Words(length, vocabulary)

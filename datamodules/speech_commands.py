@@ -9,12 +9,15 @@ from typing import Any, Literal
 from torchaudio.datasets import SPEECHCOMMANDS
 
 from lightning_fl.datamodules.audio import AudioDataModule, Clip
+from lightning_fl.files import error_context
 from lightning_fl.options import check_flag
 from lightning_fl.types import FederationError
 
 #: Words of the ten-keyword task.
 KEYWORDS = ("down", "go", "left", "no", "off", "on", "right", "stop", "up", "yes")
 VERSION = "speech_commands_v0.02"
+#: Files with the clips of a part. Other clips are training data.
+LISTS = {"val": "validation_list.txt", "test": "testing_list.txt"}
 
 
 class SpeechCommands(AudioDataModule):
@@ -64,26 +67,16 @@ class SpeechCommands(AudioDataModule):
 
     def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
         """Return the clips of a part, according to the lists of the data set."""
-        lists = {"val": "validation_list.txt", "test": "testing_list.txt"}
-        named = {name: self._listed(file) for name, file in lists.items()}
-        if part == "val" and not named["val"]:
-            return None
-        if part == "test" and not named["test"]:
-            raise FederationError(
-                f"{self.folder / lists['test']} is missing or empty: download the data set again"
-            )
+        listed: dict[str, str] = {}
+        with error_context(f"{type(self).__name__} is incomplete, download it again", OSError):
+            for name, file in LISTS.items():
+                listed |= dict.fromkeys(Path(self.folder, file).read_text().split(), name)
         found = []
         for label, word in enumerate(self.keywords):
             paths = sorted(Path(self.folder, word).glob("*.wav"))
             if not paths:
                 raise FederationError(f"there are no clips of {word!r} in {self.folder}")
             for path in paths:
-                name = f"{word}/{path.name}"
-                listed = [p for p, names in named.items() if name in names]
-                if (listed or ["train"])[0] == part:
+                if listed.get(f"{word}/{path.name}", "train") == part:
                     found.append(Clip(path, label, path.name.partition("_nohash_")[0]))
         return found
-
-    def _listed(self, file: str) -> set[str]:
-        path = self.folder / file
-        return set(path.read_text(encoding="utf-8").split()) if path.is_file() else set()

@@ -9,16 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
 from lightning_fl.datamodules.storage import InMemory, keys_of
-from lightning_fl.functional.randomness import RandomStream, generator, seeded_rng
-from lightning_fl.partition import Manifest, Natural, Partition, checksum
-from lightning_fl.runners.samples import copied
-from lightning_fl.runners.tensors import is_equal
+from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.partition import Manifest, Partition, checksum
 from lightning_fl.types import FederationError
 
 #: Maximum number of classes that are counted.
@@ -122,21 +118,26 @@ def split_samples(
         FederationError: If an option does not fit the data.
     """
     classes = _class_labels(data, labels)
-    strata = torch.zeros(len(data)) if classes is None else classes
-    if rule.splits_by == "labels" and labels is None and classes is not None:
-        _warn_of_no_classes(data, classes, rule)
-    by, key_names = _split_by(rule, data, classes, keys)
-    required = by if rule.splits_by == "keys" else None
-    held = _held_out(rule, strata, val_size, seed, required, num_clients)
+    strata = torch.zeros(len(data), dtype=torch.int64) if classes is None else classes
+    codes: Tensor | None = None
+    key_names: list[str] = []
+    if rule.splits_by == "keys":
+        codes, key_names = _keys(rule, data, keys)
+    elif keys is not None:
+        raise FederationError(
+            f"{type(rule).__name__} does not read keys: leave them out, or set partition=Natural()"
+        )
+    elif rule.splits_by == "labels" and classes is None:
+        raise FederationError(
+            f"{type(rule).__name__} needs a label for each training sample, but"
+            f" {type(data).__name__} has none that are numbers (targets or labels): pass labels="
+        )
+    by = strata if codes is None else codes
+    held = _held_out(rule, strata, val_size, seed, codes, num_clients)
     is_kept = torch.ones(len(data), dtype=torch.bool)
     is_kept[held] = False
     by = by[is_kept]
     clients = rule.count_clients(by) if num_clients is None else num_clients
-    if key_names and isinstance(rule, Natural) and clients < (count := len(by.unique())):
-        rank_zero_info(
-            f"The {count} keys of the training samples are assigned to {clients} clients. For one"
-            " client per key, set num_clients=None"
-        )
     kept = is_kept.nonzero()[:, 0]
     rows = rule(by, clients, generator(seed, RandomStream.PARTITION))
     names = [_name(by[part].unique(), key_names) for part in rows] if key_names else []
@@ -176,113 +177,10 @@ def samples_checksum(data: Any, labels: Tensor | None) -> str:
     if isinstance(part, InMemory) and part.indices is not None:
         known.append(torch.as_tensor(part.indices))
     for values in known:
-        if values is not None and values.layout == torch.strided:
+        if values is not None:
             exact = values.double() if values.is_floating_point() else values
-            digest.update(exact.detach().cpu().contiguous().numpy().tobytes())
+            digest.update(exact.detach().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def warn_of_other_labels(data: Any, labels: Tensor) -> None:
-    """Warn if labels are not those of the samples. A few samples are read.
-
-    Args:
-        data: Training samples.
-        labels: Label of each training sample, from the data set as a whole.
-    """
-    for index in torch.linspace(0, len(labels) - 1, 5).long().unique().tolist():
-        label = _label_of_sample(data, index)
-        if label is not None and label != labels[index]:
-            rank_zero_warn(
-                f"sample {index} has the label {label}, but the labels of {type(data).__name__} as"
-                f" a whole (targets or labels) have {labels[index]}, as before a target_transform."
-                f" The split and class counts use them; if they are wrong, {remedy(data, 'labels')}"
-            )
-            return
-
-
-def _warn_of_no_classes(data: Any, labels: Tensor, rule: Partition) -> None:
-    """Warn if the labels of a data set number its samples, as the last tensor may do."""
-    n = len(labels)
-    if n > 2 and len(labels.unique()) == n:
-        source = "last tensor" if isinstance(data, TensorDataset) else "targets or labels"
-        rank_zero_warn(
-            f"{type(rule).__name__} splits the samples by class, but each of the {n} training"
-            f" samples has a label of its own in the {source} of {type(data).__name__}: if these"
-            f" are not the classes, {remedy(data, 'labels')}"
-        )
-
-
-def read_sample(data: Any, index: int) -> Any:
-    """Return a sample, without a change of the global random generators.
-
-    Args:
-        data: Map-style data set.
-        index: Index of the sample.
-    """
-    with seeded_rng(0):  # transforms may draw random numbers
-        return data[index]
-
-
-def warn_of_own_random_numbers(data: Any) -> None:
-    """Warn if a sample changes when it is read again with the same seeds. A few samples are read.
-
-    Args:
-        data: Training samples.
-    """
-    if isinstance(data, InMemory):
-        return
-    for index in torch.linspace(0, len(data) - 1, 3).long().unique().tolist():
-        try:
-            first = copied(tree_leaves(read_sample(data, index)))  # a transform may write to it
-            second = tree_leaves(read_sample(data, index))
-            is_same = len(first) == len(second) and all(map(_is_same, first, second))
-        except Exception:  # of a user's data set: the fit reads it, too, and reports the error
-            return
-        if not is_same:
-            rank_zero_warn(
-                f"sample {index} of {type(data).__name__} is another one when it is read again with"
-                " the same seeds: the data set has a random generator, or another state, of its"
-                " own. Results depend on the order of clients and on num_workers, and a resumed run"
-                " differs. Draw from the global generators of torch, NumPy or Python, which are"
-                " seeded for each batch, or seed its generator from them for each sample"
-            )
-            return
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two leaves of a sample are equal. Those of unknown types count as equal."""
-    if isinstance(a, np.generic | np.ndarray) and a.dtype.kind in "biufc":
-        a, b = torch.as_tensor(np.array(a)), torch.as_tensor(np.array(b))
-    if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and is_equal([a], [b])
-    return not isinstance(a, str | bytes | int | float) or a == b or (a != a and b != b)
-
-
-def _label_of_sample(data: Any, index: int) -> int | None:
-    """Return the label of a sample; None if it is not the integer of a pair."""
-    try:
-        sample = read_sample(data, index)
-    except Exception:  # of a user's data set: the fit reads it, too, and reports the error
-        return None
-    if not isinstance(sample, tuple | list) or len(sample) != 2:
-        return None
-    label = sample[1]
-    if isinstance(label, Tensor | np.generic) and label.ndim == 0:
-        label = label.item()
-    return int(label) if isinstance(label, int) else None
-
-
-def remedy(data: Any, option: str) -> str:
-    """Return how to provide the labels or keys of a data set, for error messages.
-
-    Args:
-        data: Training samples. The attribute ``remedies`` has other advice than the option.
-        option: ``labels`` or ``keys``.
-    """
-    while isinstance(data, Subset):
-        data = data.dataset
-    remedies: dict[str, str] = getattr(data, "remedies", {})
-    return remedies.get(option, f"pass {option}=")
 
 
 def _class_labels(data: Any, given: Sequence[int] | None) -> Tensor | None:
@@ -311,77 +209,33 @@ def _numbers(values: Any) -> Tensor | None:
         return None
 
 
-def _split_by(
-    rule: Partition, data: Any, labels: Tensor | None, keys: Sequence[int | str] | None
-) -> tuple[Tensor, Sequence[str]]:
-    """Return the rule's input, ``[n]``: keys, labels, or zeros for rules that ignore it.
-
-    Also return the names of the keys, if the rule splits by keys. A data set whose ``keys`` are
-    indices has their names in ``key_names``.
-    """
-    n, name = len(data), type(rule).__name__
-    if rule.splits_by == "keys":
-        key_names = None
-        if keys is None:
-            keys, key_names = keys_of(data)
-        if keys is None:
-            advice = remedy(data, "keys")
-            raise FederationError(f"{name} needs a key for each training sample: {advice}")
-        distinct, codes = _distinct(keys, name)
-        by = torch.as_tensor(codes)
-        if by.shape != (n,):
-            raise FederationError(
-                f"{name} needs one key for each of the {n} training samples, got {tuple(by.shape)}"
-            )
-        if key_names is not None:
-            return by, [key_names[key] for key in distinct.tolist()]
-        return by, [str(key) for key in distinct.tolist()]
-    if keys is not None:
-        rank_zero_warn(
-            f"keys has no effect, since {name} does not read it: for one client per key, set"
-            " partition=Natural()"
-        )
-    if labels is None and rule.splits_by == "labels":
+def _keys(rule: Partition, data: Any, keys: Any) -> tuple[Tensor, list[str]]:
+    """Return the key of each sample, ``[n]``, as an index into the names of the keys."""
+    n, name, key_names = len(data), type(rule).__name__, None
+    if keys is None:
+        keys, key_names = keys_of(data)
+    if keys is None:
+        raise FederationError(f"{name} needs a key for each training sample: pass keys=")
+    distinct, codes = np.unique(_comparable(keys, name), return_inverse=True)
+    if codes.shape != (n,):
         raise FederationError(
-            f"{name} needs a label for each training sample, but {type(data).__name__} has"
-            f" neither targets nor labels (one number per sample): {remedy(data, 'labels')}"
+            f"{name} needs one key for each of the {n} training samples, got {codes.shape}"
         )
-    return (torch.zeros(n, dtype=torch.int64) if labels is None else labels), []
+    names = [str(key) if key_names is None else key_names[key] for key in distinct.tolist()]
+    return torch.as_tensor(codes), names
 
 
-def _distinct(keys: Any, rule: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the distinct keys, ascending, and each sample's index into them.
-
-    Keys may be names or numbers.
-
-    Raises:
-        FederationError: If a sample has no key, or keys cannot be sorted.
-    """
-    values = np.asarray(keys)
-    # numpy makes names of the None and NaN of a list.
-    each: Any = keys if isinstance(keys, list | tuple) else list(values.flat)
-    if values.dtype.kind in "OUSfM" and (missing := sum(map(_is_missing, each))):
+def _comparable(keys: Any, rule: str) -> np.ndarray[Any, Any]:
+    """Return keys as an array. Each sample must have one, and all must have one type."""
+    # As objects, because numpy would make texts of None, NaN and numbers among texts.
+    each = np.asarray(keys, dtype=object).ravel().tolist()
+    kinds = sorted({type(key).__name__ for key in each})
+    if len(kinds) > 1 or any(key is None or key != key for key in each):
         raise FederationError(
-            f"{rule} needs a key for each training sample, but {missing} of {len(values)} keys are"
-            " missing (None or NaN): remove these samples, or give them a key"
+            f"{rule} needs a key for each training sample, all of one type and none None or NaN,"
+            f" got {', '.join(kinds)}: remove samples without a key"
         )
-    kinds = sorted({type(key).__name__ for key in each}) if values.dtype.kind in "OU" else []
-    try:
-        if values.dtype.kind == "U" and len(kinds) > 1:  # numpy has made names of numbers
-            raise TypeError
-        return np.unique(values, return_inverse=True)
-    except TypeError as error:
-        raise FederationError(
-            f"{rule} sorts clients by their keys, but keys of the types {', '.join(kinds)} cannot"
-            " be sorted: make all of them names or numbers"
-        ) from error
-
-
-def _is_missing(key: Any) -> bool:
-    try:
-        return key is None or bool(key != key)
-    except (TypeError, ValueError):  # pandas' NA; a key that is an array
-        return not isinstance(key, np.ndarray | Tensor)
+    return np.asarray(keys)
 
 
 def _name(keys: Tensor, names: Sequence[str]) -> str:
@@ -429,14 +283,10 @@ def _held_out(
     if (held := rule.held_out(n)) is not None:
         return held
     count = round(val_size * n) if isinstance(val_size, float) else val_size
-    if count >= n:
+    if count >= n or (val_size and not count):
         raise FederationError(
-            f"val_size={val_size} holds out all {n} training samples: lower val_size"
-        )
-    if val_size and not count:
-        rank_zero_warn(
-            f"val_size={val_size} holds out none of {n} samples: raise it, or set it to 0 to train"
-            " without validation"
+            f"val_size={val_size} holds out {count} of {n} training samples: set it to 0 to train"
+            " without validation, or to a number of samples"
         )
     random = generator(seed, RandomStream.HOLD_OUT)
     kept, held = hold_out(labels, count, random)
@@ -466,13 +316,9 @@ def _local_tests(
     """Split the samples of each client into training samples and local test samples."""
     if not fraction:
         return parts, []
+    _check_sizes(parts, 2, f"local_test_size={fraction}")
     kept, tests = [], []
     for client, part in enumerate(parts):
-        if len(part) < 2:
-            raise FederationError(
-                f"local_test_size={fraction} needs at least 2 samples per client, but client"
-                f" {client} has 1: raise min_size of the partition, or set local_test_size to 0"
-            )
         count = min(max(1, round(fraction * len(part))), len(part) - 1)
         train, test = hold_out(
             labels[part], count, generator(seed, RandomStream.LOCAL_TEST, client)
@@ -486,15 +332,19 @@ def _in_steps(parts: list[Tensor], stream_steps: int, seed: int) -> list[list[Te
     """Return the samples of each client in each step of a stream."""
     if stream_steps == 1:
         return [parts]
+    _check_sizes(parts, stream_steps, f"stream_steps={stream_steps}")
     clients = []
     for client, part in enumerate(parts):
-        if len(part) < stream_steps:
-            raise FederationError(
-                f"stream_steps={stream_steps} needs at least {stream_steps} samples per client, but"
-                f" client {client} has {len(part)}: lower stream_steps, or raise min_size of the"
-                " partition"
-            )
         random = generator(seed, RandomStream.ARRIVALS, client)
         order = part[torch.randperm(len(part), generator=random)]
         clients.append([chunk.sort().values for chunk in order.tensor_split(stream_steps)])
     return [list(step) for step in zip(*clients, strict=True)]
+
+
+def _check_sizes(parts: list[Tensor], least: int, option: str) -> None:
+    for client, part in enumerate(parts):
+        if len(part) < least:
+            raise FederationError(
+                f"{option} needs at least {least} samples per client, but client {client} has"
+                f" {len(part)}: leave out the option, or raise min_size of the partition"
+            )

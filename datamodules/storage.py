@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
@@ -36,6 +35,9 @@ class InMemory(TensorDataset):
         super().__init__(*tensors)
         self._buffers: dict[int, tuple[Tensor, ...]] = {}
         self._copy: InMemory | None = None
+        #: Key of each sample for ``Natural``, and names of keys that are indices; None if unknown.
+        self.keys: Any = None
+        self.key_names: Sequence[str] | None = None
         #: Indices of the samples in the data set from which they were copied, if they were.
         self.indices: Sequence[int] | None = None
 
@@ -78,94 +80,27 @@ class InMemory(TensorDataset):
 
 
 def check_map_style(data: Any, name: str) -> None:
-    """Check that a data set can be indexed and has samples.
+    """Refuse what is not a map-style data set with samples.
+
+    A list is a data set of samples. Tuples, dictionaries and arrays are columns of samples.
 
     Args:
         data: Data set.
         name: Name of the option, for error messages.
 
     Raises:
-        FederationError: If the data set is iterable-style, empty, or a table or columns of samples.
+        FederationError: If the data set is iterable-style, empty, or columns of samples.
     """
-    if _is_table(data):
-        raise not_samples(data, name)
     is_map_style = isinstance(data, Sized) and hasattr(data, "__getitem__")
-    if isinstance(data, IterableDataset) or not is_map_style:
+    is_columns = isinstance(data, Mapping | tuple | str | Tensor | np.ndarray)
+    if isinstance(data, IterableDataset) or is_columns or not is_map_style:
         raise FederationError(
-            f"{name} must be a map-style data set (with len() and []), because clients hold parts"
-            f" of it by index, got {type(data).__name__}"
+            f"{name} must be a map-style data set (with len() and []), got {type(data).__name__}:"
+            " use TensorDataset(x, y) for tensors, and FederatedDataModule.from_datamodule,"
+            " from_clients or from_hf for other data"
         )
     if not len(data):
         raise FederationError(f"{name} has no samples")
-
-
-def _is_table(data: Any) -> bool:
-    """Return whether data are columns, such as ``(x, y)``: their items are no samples."""
-    if isinstance(data, Mapping):
-        return 0 not in data
-    if isinstance(data, list | tuple):
-        return 1 < len(data) < 4 and _has_one_length(data)
-    return hasattr(data, "iloc")  # of pandas
-
-
-def _has_one_length(arrays: Sequence[Any]) -> bool:
-    is_arrays = all(isinstance(x, Tensor | np.ndarray) and x.ndim for x in arrays)
-    return is_arrays and len({len(x) for x in arrays}) == 1
-
-
-def not_samples(data: Any, name: str) -> FederationError:
-    """Return the error for data that are no data set.
-
-    Args:
-        data: The data.
-        name: Name of the option.
-    """
-    kind = type(data).__name__
-    if isinstance(data, list | tuple):
-        kind = f"{kind} of {type(data[0]).__name__}"
-    return FederationError(
-        f"{name} must be a data set of samples, got {kind}: pass TensorDataset(x, y) for tensors x"
-        " and y"
-    )
-
-
-def check_kind(train: Any) -> None:
-    """Refuse data that needs another constructor, and say which.
-
-    Args:
-        train: Training samples as given by the user.
-
-    Raises:
-        FederationError: If it is a dictionary or list of data sets, a data set of Hugging Face, or
-            a data module.
-    """
-    packages = {kind.__module__.partition(".")[0] for kind in type(train).__mro__}
-    # A user may have a package of this name, too.
-    if "datasets" in packages and hasattr(train, "column_names"):
-        method, what = "from_hf", f"a {type(train).__name__} of the package datasets"
-    elif isinstance(train, LightningDataModule):
-        method, what = "from_datamodule", "a LightningDataModule"
-    elif isinstance(train, Mapping):
-        method, what = "from_clients", "a dictionary"
-    elif isinstance(train, list | tuple) and train and isinstance(train[0], Dataset):
-        method, what = "from_clients", "a list of data sets"
-    else:
-        return
-    raise FederationError(
-        f"train must be a data set, got {what}: call FederatedDataModule.{method}(...)"
-    )
-
-
-def check_absent(options: Mapping[str, Any], why: str, *names: str) -> None:
-    """Refuse options that a data module determines itself.
-
-    Args:
-        options: The options given.
-        why: Who determines them, for the error message.
-        names: The options.
-    """
-    if found := [name for name in names if name in options]:
-        raise FederationError(f"{why} {found[0]} itself: leave it out")
 
 
 def in_memory(data: Any, name: str) -> Any:
@@ -185,8 +120,7 @@ def in_memory(data: Any, name: str) -> Any:
     check_map_style(data, name)
     if type(data) is Subset and type(data.dataset) is TensorDataset:
         samples = InMemory(*(t[torch.as_tensor(data.indices)] for t in data.dataset.tensors))
-        keys, key_names = keys_of(data)
-        vars(samples).update({} if keys is None else {"keys": keys, "key_names": key_names})
+        samples.keys, samples.key_names = keys_of(data)
         samples.indices = data.indices
         return samples
     if type(data) is not TensorDataset:  # subclasses may change their samples

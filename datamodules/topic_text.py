@@ -11,7 +11,6 @@ from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.functional.randomness import generator
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.types import FederationError
 
 
 class TopicText(FederatedDataModule):
@@ -56,7 +55,7 @@ class TopicText(FederatedDataModule):
         text_seed: int = 0,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(train=None, test=None, **options)
         self.num_classes = check_integer("num_classes", num_classes, min=2)
         self.vocabulary = check_integer("vocabulary", vocabulary, min=21)
         self.length = check_integer("length", length, min=4)
@@ -64,8 +63,6 @@ class TopicText(FederatedDataModule):
         self.test_size = check_integer("test_size", test_size, min=1)
         self.clarity = check_number("clarity", clarity, above=0, max=1)
         self.text_seed = check_integer("text_seed", text_seed, min=0)
-        if options.get("train") is not None or options.get("test") is not None:
-            raise FederationError("TopicText generates its samples: leave train and test out")
 
     def load(self, train: bool) -> InMemory:
         """Return the training or the test samples."""

@@ -728,7 +728,6 @@ def test_every_data_set_has_a_row():
         "ImageDataModule",
         "Augment",
         "Clip",
-        "Clips",
         "Draws",
         "FederatedDataModule",
         "InMemory",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -75,9 +74,10 @@ class Partition(ABC):
                 f"needs at least one: set num_clients to at most {len(labels)} or use more data"
             )
         parts = [part.sort().values for part in self.split(labels.cpu(), num_clients, generator)]
-        fault = fault_of(parts, len(labels), complete=True)
-        if len(parts) != num_clients:
-            fault = f"it returns {len(parts)} clients"
+        fault: str | None = f"it returns {len(parts)} clients"
+        if len(parts) == num_clients:
+            sizes = torch.tensor([len(part) for part in parts])
+            fault = fault_of(torch.cat(parts), sizes, len(labels), complete=True)
         if fault:
             raise FederationError(
                 f"{self!r} cannot split {len(labels)} samples over {num_clients} clients: {fault}; "
@@ -119,18 +119,12 @@ def classes_of(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return classes, codes, sizes
 
 
-def fault_of(parts: Sequence[Tensor], num_samples: int, complete: bool = False) -> str | None:
-    """Return why `parts` is not a valid split of the samples; None if it is valid."""
-    if not len(parts):
-        return "there are no clients"
-    sizes = torch.tensor([len(part) for part in parts])
-    return fault_of_samples(torch.cat(list(parts)), sizes, num_samples, complete)
-
-
-def fault_of_samples(
+def fault_of(
     samples: Tensor, sizes: Tensor, num_samples: int, complete: bool = False
 ) -> str | None:
-    """Return the same for the concatenated samples of all clients and the clients' sizes."""
+    """Return why the concatenated samples of clients are no valid split; None if they are one."""
+    if not len(sizes):
+        return "there are no clients"
     if not sizes.all():
         return f"client {sizes.tolist().index(0)} gets no sample"
     samples, position = samples.sort()

@@ -6,15 +6,15 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fl.files import read_text, short_repr, write_atomically
-from lightning_fl.partition.base import Partition, fault_of, fault_of_samples
+from lightning_fl.files import error_context, read_text, short_repr, write_atomically
+from lightning_fl.partition.base import Partition, fault_of
 from lightning_fl.types import FederationError
 
 FORMAT = "lightning_fl partition 1"
@@ -59,15 +59,7 @@ class Manifest:
             parts: Sample indices of each client.
             labels: Class of each sample, ``[N]``, even if the rule splits by keys.
             seed: Seed of the rule's generator.
-
-        Raises:
-            FederationError: If clients are empty or share samples, or the labels do not match.
         """
-        if fault := fault_of(parts, len(labels)):
-            raise FederationError(
-                f"parts are not a valid split of {len(labels)} samples: {fault}; pass the parts "
-                "as returned by the rule, and the labels of all samples"
-            )
         return cls(
             rule=type(rule).__name__,
             # Convert to JSON types, so that the manifest equals the one read from the file.
@@ -95,107 +87,42 @@ class Manifest:
 
         Raises:
             FederationError: If the file is missing, not a manifest, larger than
-                `lightning_fl.files.MOST_BYTES`, not a valid split of its samples, or changed after
-                it was written.
+                `lightning_fl.files.MOST_BYTES`, not a valid split of its samples, or if the
+                indices were changed after it was written.
         """
-        try:
-            manifest = cls(**_entries(path))
-            sizes = _checked_sizes(manifest)
-            return replace(manifest, class_counts=_checked_counts(manifest.class_counts, sizes))
-        except (FederationError, OSError) as error:
-            what = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else error
-            raise FederationError(
-                f"partition manifest {path}: {what}; restore the file, or create it again with "
-                "the same rule, parameters and seed"
-            ) from error
+        what = f"partition manifest {path} (restore it, or create it again)"
+        with error_context(what, Exception):  # others' files raise errors of many types
+            entries = json.loads(read_text(path))
+            if not isinstance(entries, dict) or entries.get("format") != FORMAT:
+                raise FederationError(f"format must be {FORMAT!r}")
+            return _parsed(entries)
 
 
-_FIELDS = {
-    "rule": str,
-    "parameters": dict,
-    "seed": int,
-    "num_samples": int,
-    "clients": list,
-    "class_counts": list,
-    "checksum": str,
-}
-
-
-def _entries(path: str | Path) -> dict[str, Any]:
-    """Return the entries of a file, and check its format and their types."""
-    try:
-        data = json.loads(read_text(path), object_pairs_hook=_without_repetition)
-    except (ValueError, RecursionError) as error:
-        raise FederationError(f"is not JSON ({error})") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        got = data.get("format") if isinstance(data, dict) else data
-        raise FederationError(f"format must be {FORMAT!r}, got {short_repr(got)}")
-    for name, kind in _FIELDS.items():
-        # `type is`, because isinstance accepts bool as int.
-        if type(data.get(name)) is not kind:
-            got = short_repr(data.get(name))
-            raise FederationError(f"{name!r} must be of type {kind.__name__}, got {got}")
-    return {name: data[name] for name in _FIELDS}
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dictionary; raise for duplicate keys, of which JSON would keep the last."""
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"duplicate key {short_repr(name)}")
-    return entries
-
-
-def _checked_sizes(manifest: Manifest) -> list[int]:
-    """Return the number of samples of each client; raise if the clients are no valid split."""
-    # Indices must fit into int64.
-    num_samples = min(manifest.num_samples, 2**63 - 1)
-    for client, indices in enumerate(manifest.clients):
-        if type(indices) is not list or not all(
-            type(i) is int and 0 <= i < num_samples for i in indices
-        ):
-            raise FederationError(
-                f"client {client} must be a list of sample indices in "
-                f"[0, {num_samples - 1}], got {short_repr(indices)}"
-            )
-    if not manifest.clients:
-        raise FederationError("there are no clients")
+def _parsed(entries: dict[str, Any]) -> Manifest:
+    """Make a manifest of the entries of a file."""
+    clients = [[int(index) for index in indices] for indices in entries["clients"]]
     # One tensor: separate tensors for millions of clients would take too much memory.
-    sizes = torch.tensor([len(indices) for indices in manifest.clients])
-    samples = torch.tensor([i for indices in manifest.clients for i in indices]).long()
-    if fault := fault_of_samples(samples, sizes, num_samples):
+    sizes = torch.tensor([len(indices) for indices in clients])
+    samples = torch.tensor([index for indices in clients for index in indices]).long()
+    num_samples = int(entries["num_samples"])
+    if fault := fault_of(samples, sizes, num_samples):
         raise FederationError(fault)
-    if (digest := _digest(samples, sizes)) != manifest.checksum:
-        raise FederationError(
-            f"the indices were edited: their checksum is {digest}, but the file has "
-            f"{short_repr(manifest.checksum)}"
-        )
-    return sizes.tolist()
-
-
-def _checked_counts(rows: list[Any], sizes: list[int]) -> list[dict[int, int]]:
-    """Return the class counts with integer classes; raise if they do not fit the sizes."""
-    try:
-        class_counts = [_counts(row) for row in rows]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise FederationError(f"'class_counts' must map classes to counts ({error})") from error
-    totals = [sum(row.values()) if row else None for row in class_counts]
-    if len(totals) != len(sizes) or any(
-        total not in (None, size) for total, size in zip(totals, sizes, strict=True)
-    ):
-        raise FederationError(
-            "'class_counts' does not add up to the numbers of samples of the clients"
-        )
-    return class_counts
-
-
-def _counts(row: dict[Any, Any]) -> dict[int, int]:
-    counts = {int(label): count for label, count in row.items()}
-    for label, count in zip(row, counts.values(), strict=True):
-        if type(count) is not int or count < 0 or str(int(label)) != label:
-            raise ValueError(f"got {short_repr(label)}: {short_repr(count)}")
-    return counts
+    if (digest := _digest(samples, sizes)) != entries["checksum"]:
+        raise FederationError(f"the indices were edited, since their checksum is now {digest}")
+    counts = [
+        {int(label): int(count) for label, count in row.items()} for row in entries["class_counts"]
+    ]
+    if len(counts) != len(sizes):
+        raise FederationError(f"class_counts has {len(counts)} entries for {len(sizes)} clients")
+    return Manifest(
+        rule=str(entries["rule"]),
+        parameters=dict(entries["parameters"]),
+        seed=int(entries["seed"]),
+        num_samples=num_samples,
+        clients=clients,
+        class_counts=counts,
+        checksum=digest,
+    )
 
 
 def checksum(parts: Sequence[Tensor]) -> str:

@@ -68,7 +68,7 @@ def test_a_file_that_is_cut_short_is_named(tmp_path, length):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_samples_that_are_not_finite_are_named(tmp_path, value):
     wavfile.write(tmp_path / "bad.wav", 8000, np.array([0.1, value, 0.2], dtype=np.float32))
-    with pytest.raises(ValueError, match=r"bad\.wav has non-finite samples"):
+    with pytest.raises(ValueError, match=r"bad\.wav has no samples, or non-finite"):
         read_wav(tmp_path / "bad.wav", 8000, 8000)
 
 
@@ -78,9 +78,6 @@ def test_odd_rates_take_no_more_memory(tmp_path, rate):
     wavfile.write(tmp_path / "odd.wav", rate, np.sin(2 * np.pi * 440 * seconds).astype(np.float32))
     wave = read_wav(tmp_path / "odd.wav", 8000, 8000).double()
     assert int(torch.fft.rfft(wave).abs().argmax()) == 440
-    wavfile.write(tmp_path / "slow.wav", 10, np.zeros(5, dtype=np.int16))
-    with pytest.raises(ValueError, match="sampling rate of 10 Hz, allowed is 1000 to 768000 Hz"):
-        read_wav(tmp_path / "slow.wav", 8000, 8000)
 
 
 # --- features -------------------------------------------------------------------------------------
@@ -254,15 +251,11 @@ def test_kept_features_are_those_of_the_device(digits):
     assert torch.equal(y, labels)
 
 
-def test_damaged_clips_end_the_run_or_are_left_out(digits):
+def test_a_damaged_clip_ends_the_run(digits):
     bad = next((digits / "free-spoken-digit-dataset" / "recordings").glob("3_anna_6*"))
     bad.write_bytes(b"RIFF")
-    with pytest.raises(FederationError, match=rf"1 of 60 clips are damaged: .*{bad.name}"):
+    with pytest.raises(FederationError, match=rf"{bad.name} is not a readable WAV file"):
         SpokenDigits(str(digits)).setup("fit")
-    data = SpokenDigits(str(digits), skip_damaged=True, val_size=0)
-    with pytest.warns(UserWarning, match="skipped 1 damaged clips"):
-        data.setup("fit")
-    assert len(data.train) == 59
 
 
 def test_what_is_missing_is_named_with_the_remedy(tmp_path, digits, commands):
@@ -276,7 +269,7 @@ def test_what_is_missing_is_named_with_the_remedy(tmp_path, digits, commands):
     with pytest.raises(FederationError, match=r"what\.wav is not a clip"):
         SpokenDigits(str(digits)).setup()
     (commands / "SpeechCommands" / "speech_commands_v0.02" / "testing_list.txt").unlink()
-    with pytest.raises(FederationError, match=r"testing_list\.txt is missing"):
+    with pytest.raises(FederationError, match=r"incomplete, download it again: .*testing_list"):
         SpeechCommands(str(commands), keywords=["yes", "no"]).setup("test")
 
 

@@ -42,11 +42,11 @@ def test_a_test_needs_test_samples():
             loader()
 
 
-def test_too_few_validation_samples_for_the_processes_are_refused_at_the_start():
-    data = FederatedDataModule(numbered(), num_clients=4, val_size=2)
+def test_too_few_validation_samples_for_the_processes_are_refused():
+    data = federated(val_size=2)
     data._processes = lambda: (0, 3)
-    with pytest.raises(FederationError, match="2 validation samples cannot be shared by 3"):
-        data.setup("fit")
+    with pytest.raises(FederationError, match="2 samples cannot be evaluated by 3 processes"):
+        data.val_dataloader()
 
 
 @pytest.mark.parametrize(

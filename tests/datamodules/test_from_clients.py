@@ -80,38 +80,30 @@ def test_classes_are_unknown_if_one_data_set_has_none():
 
 
 def test_wrong_clients_are_refused():
-    with pytest.raises(FederationError, match="clients must have at least one data set"):
+    with pytest.raises(FederationError, match=r"with one data set per client, got \[\]"):
         FromClients([])
     with pytest.raises(FederationError, match="the data set of client 'b' has no samples"):
         FromClients({"a": tensors(3), "b": tensors(0)})
     with pytest.raises(FederationError, match="client 'b' must be a map-style data set"):
         FromClients({"a": tensors(3), "b": iter([])})
-    with pytest.raises(FederationError, match="FromClients determines num_clients itself"):
+    with pytest.raises(TypeError, match="num_clients"):
         FromClients([tensors(3)], num_clients=3)
 
 
 @pytest.mark.parametrize("clients", [tensors(3), "abc", torch.zeros(3, 2), None, Listed([1, 2])])
 def test_one_data_set_is_not_a_list_of_clients(clients):
-    with pytest.raises(FederationError, match=r"one data set per client, got \w+: to split one"):
+    with pytest.raises(FederationError, match=r"one data set per client, got .*: to split one"):
         FromClients(clients)
 
 
-@pytest.mark.parametrize(
-    ("client", "kind"),
-    [
-        (torch.zeros(3, 1), "Tensor"),
-        ((torch.zeros(3, 1), torch.ones(3)), "tuple of Tensor"),
-        ([torch.zeros(3, 1), torch.ones(3)], "list of Tensor"),
-        ({"x": torch.zeros(3, 1)}, "dict"),
-    ],
-)
-def test_columns_of_samples_are_no_data_set(client, kind):
-    with pytest.raises(FederationError, match=rf"got {kind}: pass TensorDataset\(x, y\)"):
+@pytest.mark.parametrize("client", [torch.zeros(3, 1), (torch.zeros(3, 1),), {"x": [0.0]}])
+def test_columns_of_samples_are_no_client(client):
+    with pytest.raises(FederationError, match=r"client 'b' must be .*: use TensorDataset\(x, y\)"):
         FromClients({"a": tensors(3), "b": client})
 
 
 def test_names_that_are_equal_as_texts_are_refused():
-    with pytest.raises(FederationError, match="two clients have the name '1'"):
+    with pytest.raises(FederationError, match=r"distinct names as texts, got \[1, '1'\]"):
         FromClients({1: tensors(3), "1": tensors(4)})
 
 
@@ -130,30 +122,7 @@ def test_each_client_keeps_a_sample():
         FromClients(clients, val_size=50).setup("fit")
 
 
-@pytest.mark.parametrize(
-    ("train", "match"),
-    [
-        ({"a": tensors(3)}, "got a dictionary: call FederatedDataModule.from_clients"),
-        ([tensors(3)], "got a list of data sets: call FederatedDataModule.from_clients"),
-        (FromClients([tensors(3)]), "got a LightningDataModule: call .*from_datamodule"),
-    ],
-)
-def test_the_constructor_says_what_to_call(train, match):
-    with pytest.raises(FederationError, match=match):
-        FederatedDataModule(train)
-
-
 def test_a_list_of_samples_is_a_data_set():
     data = FederatedDataModule([(torch.zeros(1), 0)] * 6, num_clients=2, val_size=0)
-    data.setup("fit")
-    assert data.num_samples.tolist() == [3, 3]
-
-
-def test_a_package_of_the_user_may_be_called_datasets(monkeypatch):
-    class Own(Listed):
-        pass
-
-    monkeypatch.setattr(Own, "__module__", "datasets.own")
-    data = FederatedDataModule(Own(range(6)), num_clients=2, val_size=0)
     data.setup("fit")
     assert data.num_samples.tolist() == [3, 3]

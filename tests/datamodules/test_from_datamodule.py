@@ -9,7 +9,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -221,26 +220,22 @@ class Scaled(DataLoader):
         (lambda own: {"a": DataLoader(own)}, "must return one DataLoader, got dict"),
         (
             lambda own: DataLoader(own, sampler=WeightedRandomSampler([1.0] * 50, 50)),
-            "with a WeightedRandomSampler, which is not used",
+            "with a WeightedRandomSampler, which would not be used",
         ),
-        (lambda own: DataLoader(own, batch_size=None), "batches of its own"),
+        (lambda own: DataLoader(own, batch_size=None), "with a batch_sampler, or without a batch"),
         (
             lambda own: DataLoader(own, sampler=RandomSampler(own, replacement=True)),
-            "draws samples with replacement: pass replacement=True",
+            "with replacement, but without replacement=True",
         ),
         (
             lambda own: DataLoader(own, sampler=RandomSampler(range(10))),
-            "with a RandomSampler of 10 samples, but its data set has 50, .* of a Subset",
-        ),
-        (
-            lambda own: DataLoader(own, sampler=RandomSampler(own, num_samples=8)),
-            "with a RandomSampler of 8 samples, but its data set has 50",
+            "with a sampler that draws 10 of 50 samples",
         ),
         (
             lambda own: DataLoader(own, sampler=SequentialSampler(range(7))),
-            "with a SequentialSampler of 7 samples, but its data set has 50",
+            "with a sampler that draws 7 of 50 samples",
         ),
-        (lambda own: Scaled(own), "returns a Scaled, whose __iter__ would not be called"),
+        (lambda own: Scaled(own), "with an __iter__ of the class Scaled"),
         (lambda own: None, "train_dataloader must return one DataLoader, got NoneType"),
     ],
 )
@@ -258,21 +253,8 @@ def test_samplers_of_validation_are_checked_too():
         def val_dataloader(self):
             return DataLoader(self.val, sampler=SequentialSampler(range(7)))
 
-    with pytest.raises(FederationError, match=r"Special.val_dataloader .* of 7 samples"):
+    with pytest.raises(FederationError, match=r"Special.val_dataloader .* 7 of 10 samples"):
         FromDataModule(Special()).setup("fit")
-
-
-def test_samplers_of_all_samples_are_accepted():
-    class Special(Mine):
-        def train_dataloader(self):
-            return DataLoader(self.train, 5, sampler=DistributedSampler(self.train, 2, 0))
-
-        def val_dataloader(self):
-            return DataLoader(self.val, sampler=RandomSampler(range(10)))
-
-    data = FromDataModule(Special(), num_clients=5)
-    data.setup("fit")
-    assert data.num_samples.tolist() == [10] * 5
 
 
 @pytest.mark.parametrize("absent", [None, []])
@@ -330,27 +312,18 @@ def test_what_a_teardown_releases_is_set_up_again(tmp_path, has_val):
     assert [part.tolist() for part in data.parts] == split
 
 
-def test_samples_that_change_with_another_setup_are_noticed(tmp_path):
+def test_samples_after_a_teardown_are_split_again():
     class Growing(Mine):
         def setup(self, stage):
             super().setup(stage)
-            self.train = TensorDataset(*(t[: 50 - self.cut] for t in self.train.dataset.tensors))
+            self.train = TensorDataset(*(t[: self.count] for t in self.train.dataset.tensors))
 
     mine = Growing()
-    mine.cut = 0
     data = FromDataModule(mine, num_clients=4)
-    data.setup("fit")
-    data.teardown("fit")
-    mine.cut = 1
-    with pytest.raises(FederationError, match="has 49 training samples after another setup, and h"):
+    for mine.count in (50, 40):
         data.setup("fit")
-    mine.cut = 0
-    mine.train_dataloader = lambda: DataLoader(
-        TensorDataset(torch.zeros(50, 4), torch.ones(50).long())
-    )
-    data.teardown("fit")
-    with pytest.warns(UserWarning, match="Growing has other training samples after another setup"):
-        data.setup("fit")
+        assert sorted(torch.cat(data.parts).tolist()) == list(range(mine.count))
+        data.teardown("fit")
 
 
 def start(worker):
@@ -366,13 +339,6 @@ def test_loader_processes_are_started_as_those_of_the_loader():
     data.setup("fit")
     x, _ = next(iter(data.train_dataloader()))
     assert x.unique().tolist() == [3]
-
-
-def test_loaders_that_change_between_epochs_are_warned_of(tmp_path):
-    made = trainer(tmp_path, FederatedLoop(seed=0), rounds=1)
-    made.reload_dataloaders_every_n_epochs = 2
-    with pytest.warns(UserWarning, match="the loaders of Mine are read once"):
-        made.fit(Net(), datamodule=FromDataModule(Mine(), num_clients=4))
 
 
 def test_hyperparameters_are_those_of_the_data_module(tmp_path):
@@ -402,7 +368,7 @@ def test_replacement_can_be_said():
     mine.train_dataloader = lambda: DataLoader(
         mine.train, 5, sampler=RandomSampler(mine.train, replacement=True, num_samples=400)
     )
-    with pytest.raises(FederationError, match=r"draws 400 samples .* has 50, .*num_st"):
+    with pytest.raises(FederationError, match=r"a sampler that draws 400 of 50 samples"):
         FromDataModule(mine, replacement=True).setup("fit")
 
 
@@ -413,7 +379,7 @@ def test_what_is_no_data_module_is_refused():
         FederationError, match="FederatedDataModule is a FederatedDataModule alread"
     ):
         FromDataModule(FederatedDataModule())
-    with pytest.raises(FederationError, match="the data module determines val itself"):
+    with pytest.raises(TypeError, match="val"):
         FromDataModule(Mine(), val=TensorDataset(torch.zeros(3)))
 
 
@@ -445,20 +411,6 @@ class Unseeded(LightningDataModule):
 
     def teardown(self, stage):
         del self.train, self.val
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [[torch.zeros(4)] * 60, TensorDataset(torch.zeros(60, 4))],
-    ids=["a list", "tensors"],
-)
-def test_another_split_of_samples_without_labels_is_noticed(samples):
-    torch.manual_seed(0)
-    data = FromDataModule(Unseeded(samples), num_clients=4)
-    data.setup("fit")
-    data.teardown("fit")
-    with pytest.warns(UserWarning, match="Unseeded has other training samples after another setup"):
-        data.setup("fit")
 
 
 def test_a_run_that_resumes_with_another_split_of_the_samples_is_warned(tmp_path):

@@ -114,14 +114,13 @@ def test_only_the_first_clients_are_read(tmp_path):
     assert data.client_names == ["f0000_14", "f0001_41"]
 
 
-def test_clients_without_samples_are_left_out_with_a_warning(tmp_path):
+def test_clients_without_samples_are_left_out(tmp_path):
     path = written(tmp_path / "train.h5")
     with h5py.File(path, "a") as file:
         file["examples/a_nobody/pixels"] = np.zeros((0, 4), dtype=np.float32)
         file["examples/a_nobody/label"] = np.zeros(0, dtype=np.int32)
     data = FromHDF5(path, val_size=0)
-    with pytest.warns(UserWarning, match="1 of 4 clients in .* are left out: a_nobody"):
-        data.setup("fit")
+    data.setup("fit")
     assert data.client_names == sorted(SIZES)
     assert next(data.samples_of(0))[0].shape == (3, 4)
 
@@ -138,25 +137,23 @@ def test_wrong_files_are_refused(tmp_path):
         with pytest.raises(FederationError, match=match):
             FromHDF5(str(path), **options).setup("fit")
 
-    refused("there is no file", tmp_path / "missing.h5")
+    refused(r"missing\.h5' cannot be read", tmp_path / "missing.h5")
     (tmp_path / "text.h5").write_text("no HDF5")
-    refused("cannot be read as an HDF5 file", tmp_path / "text.h5")
+    refused(r"text\.h5' cannot be read", tmp_path / "text.h5")
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file.create_group("clients")
-    refused(r"no group 'examples', but \['clients'\]", tmp_path / "other.h5")
-    with h5py.File(tmp_path / "empty.h5", "w") as file:
-        file.create_group("examples")
-    refused("has no clients under examples/", tmp_path / "empty.h5")
+    refused("has no clients with samples under examples/", tmp_path / "other.h5")
     path = written(tmp_path / "train.h5")
-    refused(r"has no field 'tokens': choose from \['label', 'pixels'\]", path, fields=["tokens"])
+    words = r"client 'f0000_14' .* must have the fields \['pixels', 'label'\] with one value per s"
+    refused(r"must have the fields \['tokens', 'label'\] .*missing", path, fields=["tokens"])
     uneven = written(tmp_path / "uneven.h5", lambda n: {"pixels": [0.0] * n, "label": [1]})
-    refused(r"different lengths \[1, 3\]", uneven)
+    refused(words + r"ample \(\{'pixels': 3, 'label': 1\}\)", uneven)
     single = written(tmp_path / "single.h5", lambda n: {"pixels": [0.0] * n, "label": 1})
-    refused("the field 'label' of client 'f0000_14' .* is a single value, not one per", single)
+    refused(words, single)
     with h5py.File(tmp_path / "flat.h5", "w") as file:
-        file["examples/someone"] = [1.0, 2.0]
-    refused("client 'someone' in .* is a single array: the layout must be", tmp_path / "flat.h5")
+        file["examples/f0000_14"] = [1.0, 2.0]
+    refused(words, tmp_path / "flat.h5")
     with pytest.raises(FederationError, match="fields must name at least one field"):
         FromHDF5(path, fields=[])
-    with pytest.raises(FederationError, match="FromHDF5 determines num_clients itself"):
+    with pytest.raises(TypeError, match="num_clients"):
         FromHDF5(path, num_clients=3)

@@ -79,7 +79,8 @@ def test_the_test_digits_are_the_same_for_all_seeds_and_the_clients_are_not():
 
 
 def test_options_of_images_are_those_of_any_data():
-    data = loaded(Digits, ByLabel(2), 5, None, val_size=100, eval_batch_size=50, seed=3)
+    options = {"partition": ByLabel(2), "num_clients": 5, "batch_size": None, "seed": 3}
+    data = loaded(Digits, val_size=100, eval_batch_size=50, **options)
     assert len(data.parts) == 5
     assert len(data.val) == 100
     assert [len(y) for _, y in data.val_dataloader()] == [50, 50]
