@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator, DPFedAvg
+from lightning_fl.federation.checkpoints import changes, load_unsaved, unsaved_values
 from lightning_fl.federation.checks import (
     check_module,
     check_one_optimizer,
@@ -32,10 +33,8 @@ from lightning_fl.federation.dropped import (
     describe_kept_model,
     describe_losses,
 )
-from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.plan import draw_clients, draw_values
 from lightning_fl.federation.results import is_finite, weights_and_losses
-from lightning_fl.federation.resume import changes, load_unsaved, unsaved_values
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.files import check_writable, error_context, write_atomically
 from lightning_fl.functional.randomness import run_seed
@@ -44,6 +43,7 @@ from lightning_fl.integrations.exchange import Reply, Task, client_side, exchang
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import Declared, client_runner
+from lightning_fl.runners.constants import digest
 from lightning_fl.samplers import ClientSampler, how_drawn
 from lightning_fl.types import (
     ClientUpdate,
