@@ -42,7 +42,10 @@ NOT_OF_A_FEDERATION = (
 #: Attribute of rules that have ended a round.
 HAS_RUN = "_has_run"
 #: Descriptions of values of a federation; others are called by their names.
-IN_WORDS = {"checksum": "split of the data over clients, as a checksum,"}
+IN_WORDS = {
+    "checksum": "split of the data over clients, as a checksum,",
+    "exchanged": "number of exchanged parameter values",
+}
 #: Remedies if a checkpoint belongs to another federation.
 REMEDIES = {
     "seed": "set seed_everything to the value in the checkpoint",

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lightning_fl.callbacks.participation import CODES, OTHER, OUTCOMES, Participation
-from lightning_fl.types import FederationError
 
 
 def lines(participation):
@@ -67,9 +66,6 @@ def test_a_record_of_other_rounds_or_clients_does_not_fit():
     state["rounds"] = [b"damaged"]
     record.load_state_dict(state)
     assert not record.fits(1, 4)
-    state["rounds"] = "text"
-    with pytest.raises(FederationError, match="checkpoint's RunReport"):
-        record.load_state_dict(state)
 
 
 def test_the_outcomes_name_every_cause_of_the_table_of_rounds():

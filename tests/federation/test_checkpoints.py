@@ -315,7 +315,11 @@ def personalized():
     ("make", "change", "words"),
     [
         (clustered, {"cluster_of": torch.full((3,), 5)}, "has models of 1 clusters, and its"),
-        (fedadam, {"_extra_state": {"kind": "Adaptive", "state": {0: {"step": 3}}}}, "Adaptive rejected"),
+        (
+            fedadam,
+            {"_extra_state": {"kind": "Adaptive", "state": {0: {"step": 3}}}},
+            "Adaptive rejected",
+        ),
         (reinforced, {"mean": torch.full((2,), torch.nan)}, "policy of the checkpoint is invalid"),
         (reinforced, {"rewards": torch.zeros(7).double()}, "scores, 7 rewards"),
         (personalized, {"logits": torch.full((2,), torch.nan)}, "has non-finite"),

@@ -48,9 +48,7 @@ def run(trainer, data, tmp_path):
             FedAvgM(), Schedule(num_steps=2), seed=1, csv_name=None, exchange_frozen=False
         )
         saving = [RoundCheckpoint(str(tmp_path / "run"))] if callbacks is None else callbacks
-        made = trainer(
-            loop, rounds, callbacks=saving, enable_checkpointing=bool(saving), **options
-        )
+        made = trainer(loop, rounds, callbacks=saving, enable_checkpointing=bool(saving), **options)
         getattr(made, command)(wrap(module), datamodule=data(test=data().val), ckpt_path=ckpt_path)
         return module, made
 
@@ -100,7 +98,9 @@ def test_killed_run_resumes_bit_for_bit(run, tmp_path, wrap):
 def test_module_with_another_backbone_is_refused(run, tmp_path, command):
     run()
     path = str(tmp_path / "run" / "last.ckpt")
-    words = r"last.ckpt cannot be loaded: .*6 frozen parameters \(net\.backbone\.0\.weight, .*differ"
+    words = (
+        r"last.ckpt cannot be loaded: .*6 frozen parameters \(net\.backbone\.0\.weight, .*differ"
+    )
     with pytest.raises(FederationError, match=words):
         run(make(seed=3).double(), rounds=3, command=command, ckpt_path=path)
     with pytest.raises(FederationError, match="build it with the weights"):
