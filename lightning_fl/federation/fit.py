@@ -19,8 +19,6 @@ from lightning_fl.federation.checks import (
     check_clock,
     check_fit,
     check_network,
-    check_one_optimizer,
-    check_optimized_terms,
     check_phases_of_terms,
     check_policy,
     check_smallest_batch,
@@ -176,8 +174,7 @@ class PreparedFit:
             self.module.exchange_frozen = self.exchange_frozen
             self.module.local_patterns = self.options.local_parameters
             self.module.keeps_optimizer = self.options.optimizer_state != "reset"
-        for check in (check_one_optimizer, check_optimized_terms):
-            undo.enter_context(checked_optimizers(user_module(self.module), check))
+        undo.enter_context(checked_optimizers(user_module(self.module)))
         counts = counts_of_one_client(
             trainer, planner.stepping_batches, local_steps, is_last_step, global_step
         )

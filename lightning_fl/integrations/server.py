@@ -20,7 +20,6 @@ from lightning_fl.aggregators import Aggregator, DPFedAvg
 from lightning_fl.federation.checkpoints import changes, load_unsaved, unsaved_values
 from lightning_fl.federation.checks import (
     check_module,
-    check_one_optimizer,
     check_policy,
     checked_optimizers,
     warn_of_averaged_buffers,
@@ -232,7 +231,7 @@ class RemoteServer:
         check_module(self.module)
         # Lightning warns of a validation_step without a loader, and of a loader without one.
         validation = [0] if is_overridden("validation_step", self.module) else None
-        with quiet(LOG), checked_optimizers(self.module, check_one_optimizer):
+        with quiet(LOG), checked_optimizers(self.module):
             trainer.fit(self.module, [0] * num_batches, validation)
         return trainer
 
