@@ -179,14 +179,13 @@ class Resume:
                 " continue, pass that module, or resume from a checkpoint with ckpt_path; to start"
                 " a new run, create a new FederatedLoop and Trainer"
             )
-        for what in ("num_clients", "checksum"):
-            now = self._identity[what]
-            if (was := self._former.get(what, now)) != now:
-                raise FederationError(
-                    f"the FederatedLoop continues after round {self.progress.round} with other"
-                    f" clients: its {IN_WORDS.get(what, what)} was {was}, here it is {now}. To"
-                    " continue, restore the data; to start a new run, create a new FederatedLoop"
-                )
+        clients = {what: self._identity[what] for what in ("num_clients", "checksum")}
+        if self._former and (changed := changes(clients, self._former)):
+            raise FederationError(
+                f"the FederatedLoop continues after round {self.progress.round} with other clients:"
+                f" {changed}. To continue, restore the data; to start a new run, create a new"
+                " FederatedLoop"
+            )
 
     def _check_new(self) -> None:
         """Check that the rules hold no state of another run."""

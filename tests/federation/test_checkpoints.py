@@ -16,6 +16,7 @@ from torch import nn
 from lightning_fl.aggregators import PFNM, ClusteredFL, FedAdam
 from lightning_fl.callbacks import AtomicCheckpointIO, ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.cli import main
+from lightning_fl.models.weights import load_weights
 from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.transforms import TopK
@@ -131,6 +132,14 @@ def test_file_from_the_web_runs_no_code(monkeypatch):
     with pytest.raises(FederationError, match="not a checkpoint of Lightning"):
         load("http://localhost/last.ckpt")
     assert given == [True]
+
+
+def test_weights_of_a_network_run_no_code(tmp_path):
+    path = str(tmp_path / "weights.pt")
+    torch.save({"x": Payload(tmp_path / "ran")}, path)
+    with pytest.raises(FederationError, match=r"weights=.*weights.pt' cannot be loaded"):
+        load_weights(nn.Linear(2, 2), path, "head")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_compressed_file_is_not_unpacked(content, tmp_path):
