@@ -4,7 +4,6 @@ from lightning_fl.callbacks.attacks import Attack, Backdoor, ClientAttack, DataA
 from lightning_fl.callbacks.checkpoint import (
     AtomicCheckpointIO,
     RoundCheckpoint,
-    complete_checkpoint,
 )
 from lightning_fl.callbacks.faults import ClientFaults, OnUpdates
 from lightning_fl.callbacks.federated_loop import FederatedLoop
@@ -28,5 +27,4 @@ __all__ = [
     "RoundCheckpoint",
     "RoundProgress",
     "RunReport",
-    "complete_checkpoint",
 ]

@@ -13,7 +13,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
-from lightning_fl.federation.compare import COUNT, compare
 from lightning_fl.files import is_index, read_cells, short_repr, write_atomically
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
@@ -265,14 +264,6 @@ class ClientFaults(OnUpdates, HasDurations):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the faults and the virtual time."""
-        like = {"happened": [[COUNT, COUNT, str], ...], "virtual_time": float}
-        compare(state_dict, like, "the checkpoint's ClientFaults")
-        for entry in state_dict["happened"]:
-            if [*map(type, entry)] != [int, int, str] or entry[2] not in FAULTS:
-                raise FederationError(
-                    "the checkpoint's ClientFaults must list rounds, clients and faults"
-                    f" ({', '.join(FAULTS)}), got {short_repr(entry)}"
-                )
         self.happened = [(r, c, f) for r, c, f in state_dict["happened"]]
         self.virtual_time = state_dict["virtual_time"]
 

@@ -18,10 +18,9 @@ from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, lock_folders
 from lightning_fl.callbacks.hyperparameters import RoundLog, log_hyperparameters
 from lightning_fl.callbacks.lean_steps import lean_steps
 from lightning_fl.callbacks.step_hooks import follow_steps
+from lightning_fl.federation.checkpoints import NOT_BEGUN, Resume, load_by_name
 from lightning_fl.federation.fit import Fit, PreparedFit
-from lightning_fl.federation.frozen import FrozenTensors
 from lightning_fl.federation.progress import Progress
-from lightning_fl.federation.resume import NOT_BEGUN, Resume, name_checkpoint
 from lightning_fl.federation.round import Round
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.validation import leave_interrupted
@@ -73,10 +72,8 @@ class FederatedLoop(Callback):
         exchange_frozen: Whether frozen parameters (``requires_grad=False``) are exchanged like
             trained ones. Otherwise all clients share them: they exist once per process, and must
             not change in the fit. None exchanges them unless they are larger than the trained
-            parameters and than 16 MiB.
-        checkpoint_frozen: Whether each checkpoint contains the frozen parameters that are not
-            exchanged. Otherwise checkpoints refer to a file with them, which is saved once per
-            folder.
+            parameters and than 16 MiB. Checkpoints leave out frozen parameters that are not
+            exchanged: the module must have the same ones when it loads a checkpoint.
         monitor: Name of the validation loss that policies learn from.
         csv_name: File name of the table of rounds, written to the logger's directory. None writes
             no file.
@@ -126,7 +123,6 @@ class FederatedLoop(Callback):
         optimizer_state: Literal["reset", "keep", "local"] = "reset",
         buffers: BufferPolicy | None = None,
         exchange_frozen: bool | None = None,
-        checkpoint_frozen: bool = False,
         monitor: str = "val_loss",
         csv_name: str | None = "rounds.csv",
         seed: int | None = None,
@@ -148,7 +144,6 @@ class FederatedLoop(Callback):
             optimizer_state=optimizer_state,
             buffers=buffers,
             exchange_frozen=exchange_frozen,
-            checkpoint_frozen=checkpoint_frozen,
             monitor=monitor,
             update_transforms=list(update_transforms),
             client_state_memory_gb=client_state_memory_gb,
@@ -188,9 +183,7 @@ class FederatedLoop(Callback):
         check_package(trainer, Trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a user's own
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
-        if isinstance(io := trainer.strategy.checkpoint_io, AtomicCheckpointIO):
-            io.module, io.frozen = user_module(pl_module), None
-        name_checkpoint(trainer, self.undo)
+        load_by_name(trainer, pl_module, self.undo)
         if stage != "fit":
             self.aggregator.prepare(user_module(pl_module))
             return
@@ -212,9 +205,6 @@ class FederatedLoop(Callback):
         lock_folders(trainer, self.table_path(trainer), self.undo)
         self._fit = Fit(self._prepared, self.store, self.undo, self.check)
         self._resume.begin(self._fit)
-        io = trainer.strategy.checkpoint_io
-        if isinstance(io, AtomicCheckpointIO) and not self.options.checkpoint_frozen:
-            io.frozen = FrozenTensors(self._fit.runner.constants.parameters)
         if self.options.local_parameters and not self.evaluates_clients:
             rank_zero_warn(
                 f"validation and test use the global model, in which"
@@ -366,7 +356,8 @@ class FederatedLoop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Check that the checkpoint belongs to this federation. Tests load parameters only."""
-        if self._resume.accept(trainer, pl_module, checkpoint, self.state_key, self.seed):
+        has_seed = self.seed is not None
+        if self._resume.accept(trainer, pl_module, checkpoint, self.state_key, has_seed):
             assert self._prepared is not None
             self._prepared.boundary.adopt(checkpoint)
             self.aggregator.load_client_network()  # runners need the shapes of the client model

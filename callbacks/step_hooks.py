@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from lightning_fl.federation.fit import Fit
-from lightning_fl.federation.logs import logs_watched
 from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, attributes_set, replaced
 from lightning_fl.runners import SequentialRunner
@@ -74,11 +73,6 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         if step.last:
             order.end_client()
 
-    def has_logs_of_others() -> bool:
-        step = current().step
-        return step is not None and (step.first or len(step.rows) > 1)
-
-    undo.enter_context(logs_watched(fit.trainer, module, has_logs_of_others))
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
     hooks: list[tuple[Any, str, Callable[..., Any]]] = [
         (module, "on_train_epoch_start", epoch_start),

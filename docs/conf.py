@@ -168,7 +168,7 @@ def write_trainer_options(app: Sphinx) -> None:
     for name in list(options)[1:]:
         value, why = REQUIRED.get(name, (None, None))
         rows.append(f"| `{name}` | " + (f"only `{value}`: {why} |" if why else "yes |"))
-    callbacks = [f"- `{kind.__name__}` {why}." for kind, why in REFUSED.items()]
+    callbacks = [f"- `{kind.__name__}`: {why}." for kind, why in REFUSED.items()]
     text = TRAINER_PAGE.format(options="\n".join(rows), callbacks="\n".join(callbacks))
     page = HERE / "concepts" / "trainer_options.md"
     if not page.exists() or page.read_text() != text:

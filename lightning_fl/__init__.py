@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         RoundCheckpoint,
         RoundProgress,
         RunReport,
-        complete_checkpoint,
     )
     from lightning_fl.datamodules import FederatedDataModule
     from lightning_fl.objectives import ClientModule
@@ -44,7 +43,6 @@ __all__ = [
     "RunReport",
     "VectorizedClients",
     "__version__",
-    "complete_checkpoint",
 ]
 
 #: Names by the package that defines them. They are imported on first use: torch and Lightning take
@@ -60,7 +58,6 @@ _LAZY = {
     "RoundProgress": "callbacks",
     "RunReport": "callbacks",
     "VectorizedClients": "runners",
-    "complete_checkpoint": "callbacks",
 }
 #: Packages that need not be imported by themselves: ``lightning_fl.policies.Schedule``.
 _PACKAGES = (

@@ -1,11 +1,10 @@
-"""Safe reading of untrusted files, atomic writes, and locks of folders."""
+"""Reading of files from other people, atomic writes, and locks of folders."""
 
 from __future__ import annotations
 
 import csv
 import errno
 import fcntl
-import glob
 import io
 import os
 import reprlib
@@ -43,7 +42,8 @@ def short_repr(value: Any) -> str:
 
 def one_line(error: object) -> str:
     """Return the first 200 characters of a message as one line of printable characters."""
-    text = str(error).strip() or type(error).__name__
+    text = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip()
+    text = text or type(error).__name__
     return "".join(c if c.isprintable() else " " for c in text)[:200]
 
 
@@ -135,46 +135,19 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def archive_size(path: str | os.PathLike[str]) -> int:
-    """Return the size of an archive written by ``torch.save``.
-
-    ``torch.save`` does not compress and stores nothing twice. Archives that do are refused, since
-    some kilobytes could become as many gigabytes in memory.
-
-    Args:
-        path: The file.
-
-    Raises:
-        FederationError: If the file cannot be read, or if its content is larger than the file.
-        zipfile.BadZipFile: If the file is not an archive.
-    """
-    try:
-        size = os.path.getsize(path)
-        with ZipFile(path) as archive:
-            entries = archive.infolist()
-    except OSError as error:
-        raise FederationError(f"it cannot be read ({error.strerror})") from error
-    content = sum(entry.file_size for entry in entries)
-    if content > size or any(entry.compress_type != ZIP_STORED for entry in entries):
-        raise FederationError(
-            f"it is compressed ({size} bytes expand to {content}), which torch.save never does"
-        )
-    return size
-
-
 def check_sums(path: str | os.PathLike[str]) -> None:
-    """Verify the checksums in an archive, which ``torch.load`` does not do.
+    """Verify the checksums in a file of ``torch.save``, which ``torch.load`` does not do.
 
     This takes about one second per GB.
 
-    Args:
-        path: The file.
-
     Raises:
-        FederationError: If a checksum does not match.
+        FederationError: If a checksum does not match, or if the file is compressed, as files of
+            ``torch.save`` are not: some kilobytes could become as many gigabytes in memory.
+        zipfile.BadZipFile: If the file is not an archive.
     """
-    damaged: str | None = "its list of files"
-    with suppress(Exception), ZipFile(path) as archive:  # a damaged list raises many kinds
+    with ZipFile(path) as archive:
+        if any(entry.compress_type != ZIP_STORED for entry in archive.infolist()):
+            raise FederationError(f"{path} is compressed, which torch.save never does")
         damaged = archive.testzip()
     if damaged is not None:
         raise FederationError(
@@ -192,8 +165,8 @@ def write_atomically(
     """Write a file atomically, by a temporary file in the same folder that replaces it.
 
     A reader, or a run that resumes after an interruption, finds either the complete old file or the
-    complete new one. Temporary files of killed processes are removed, those of running processes
-    are not.
+    complete new one. A killed process leaves a temporary file, which the next :class:`FolderLock`
+    of the folder removes.
 
     Args:
         path: The file. Missing folders are created.
@@ -206,8 +179,7 @@ def write_atomically(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path.parent, path.name)
-    handle, name = _locked_file(path)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             if callable(content):
@@ -247,31 +219,6 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise FederationError(
             f"{path} cannot be written ({error.strerror}): choose another file"
         ) from error
-
-
-def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove temporary files that killed processes left in a folder.
-
-    Args:
-        folder: The folder.
-        name: Name of the file that was being written; None means any file.
-    """
-    # mkstemp inserts eight characters, so the pattern of one file does not match another's.
-    pattern = "*" if name is None else glob.escape(name)
-    for leftover in folder.glob(f".{pattern}.{'?' * 8}.tmp"):
-        with suppress(OSError), open(leftover, "r+b") as file:
-            if _lock(file.fileno()):  # its writer has ended
-                leftover.unlink()
-
-
-def _locked_file(path: Path) -> tuple[int, str]:
-    """Create a temporary file in the folder of a path; it is locked while it is open."""
-    while True:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        # Before it is locked, another writer may remove it as a leftover.
-        if _lock(handle) is not False and os.path.exists(name):
-            return handle, name
-        os.close(handle)
 
 
 def _lock(handle: int) -> bool | None:
@@ -343,7 +290,8 @@ class FolderLock:
             )
         os.ftruncate(self._handle, 0)
         os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        remove_leftovers(self.folder)
+        for leftover in self.folder.glob(".*.tmp"):  # of a killed process, as no other run writes
+            leftover.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Release the lock; an empty folder that was created for the lock is removed."""

@@ -14,9 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fl.files import short_repr
-from lightning_fl.types import FederationError
-
 #: Number of bytes that are mapped at once; a larger client gets a mapping of its own size.
 PIECE = 2**26
 #: Alignment of tensors in the file, in bytes.
@@ -204,16 +201,11 @@ def unpack(state: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Tensor]]:
 
     Args:
         state: Result of :func:`pack`.
-
-    Raises:
-        FederationError: If a client has two tensors of the same name.
     """
     rows: dict[int, dict[str, Tensor]] = {}
     for each in state:
         for client, row in zip(each["clients"].tolist(), each["rows"].unbind(), strict=True):
-            if each["name"] in rows.setdefault(client, {}):
-                raise FederationError(f"client {client} has two rows {short_repr(each['name'])}")
-            rows[client][each["name"]] = row
+            rows.setdefault(client, {})[each["name"]] = row
     return rows
 
 

@@ -36,7 +36,7 @@ def mostly_slow(names, *quick):
     return [pytest.param(n, marks=[slow] * (c not in quick), id=c) for n, c in called.items()]
 
 
-@pytest.mark.parametrize("name", mostly_slow(CARRIED, "attribute", "closure", "previous loss"))
+@pytest.mark.parametrize("name", mostly_slow(CARRIED, "attribute", "closure", "logged loss"))
 def test_order_finds_what_a_client_leaves_to_the_next(name):
     result = outcome(made(CARRIED[name]), "order")
     assert result.outcome == "different"

@@ -37,6 +37,34 @@ from lightning_fl.runners.optimizer import optimizers_in, params_of
 from lightning_fl.runners.spectral_norm import spectral_norms
 from lightning_fl.types import FederatedData, FederationError, check_package
 
+#: Unsupported callbacks: the reason, and an alternative if there is one.
+#:
+#: :meta hide-value:
+REFUSED: dict[type[Callback], str] = {
+    WeightAveraging: "it averages the parameters of different clients; for momentum on the server,"
+    " use FedOpt",
+    StochasticWeightAveraging: "it averages the parameters of different clients and changes their"
+    " learning rate",
+    GradientAccumulationScheduler: "it accumulates gradients across clients; increase batch_size",
+    BatchSizeFinder: "it trains before the first round; set batch_size",
+    LearningRateFinder: "it trains before the first round; set the learning rate",
+    ModelPruning: "it shares the pruning masks of one client with the others; prune the trained"
+    " module after the fit",
+    SpikeDetection: "it compares the losses of different clients; on_client_error handles"
+    " non-finite updates",
+}
+
+#: Options of the Trainer that must have a certain value: the value, and the reason or alternative.
+#: An int and a float mean different things to the Trainer: 1 batch, 1.0 of all batches.
+REQUIRED: dict[str, tuple[Any, str]] = {
+    "accumulate_grad_batches": (1, "a local step is one batch: increase batch_size"),
+    "overfit_batches": (0.0, "clients train on their own samples: use fewer samples"),
+    "limit_train_batches": (1.0, "to limit local work, use Schedule(num_steps=...)"),
+    "max_steps": (-1, "it would stop during a round: set max_epochs, the number of rounds"),
+    "min_steps": (None, "it would stop during a round: set min_epochs, a number of rounds"),
+    "val_check_interval": (1.0, "validation follows aggregation: set check_val_every_n_epoch"),
+}
+
 #: What to do with several optimizers.
 SEVERAL_LOSSES = (
     "Several losses, as in a GAN, fit into one optimizer with a parameter group for each network"
@@ -44,17 +72,11 @@ SEVERAL_LOSSES = (
 )
 
 
+# --- the Trainer ----------------------------------------------------------------------------------
+
+
 def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> FederatedData:
-    """Check that the Trainer, the module and the data support rounds; return the data module.
-
-    Args:
-        trainer: The Trainer, with its callbacks.
-        module: The user's module.
-        vectorized: Whether clients train at once.
-
-    Raises:
-        FederationError: If the Trainer, the module or the data module is not supported.
-    """
+    """Check that the Trainer, the module and the data support rounds; return the data module."""
     check_trainer(trainer, vectorized)
     check_module(module)
     data = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
@@ -67,13 +89,155 @@ def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> Fe
     return data
 
 
-def warn_of_running_statistics(module: nn.Module, shared: Iterable[Tensor]) -> None:
-    """Warn if clients exchange buffers that training changes, such as BatchNorm statistics.
+def check_trainer(trainer: Trainer, vectorized: bool) -> None:
+    """Check the strategy, the precision, the callbacks and the options of the Trainer."""
+    strategy = type(trainer.strategy).__name__
+    if trainer.world_size != 1 and not isinstance(trainer.strategy, DDPStrategy):
+        raise FederationError(
+            f"{strategy} is not supported with several processes: set strategy='client_parallel'"
+            " (each process trains different clients) or 'ddp' (all processes train the same"
+            " client on parts of its batches)"
+        )
+    if vectorized and processes_of(trainer).share_samples:
+        raise FederationError(
+            f"{strategy} splits the samples of one client over processes, which is not supported"
+            " with VectorizedClients: set strategy='client_parallel', or remove VectorizedClients"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise FederationError(
+            f"Trainer(precision={trainer.precision!r}) is not supported, because the loss scale of"
+            " one client would reach the next: set precision='bf16-mixed' or '32-true'"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
+        check_package(callback, Callback)
+        name = type(callback).__name__
+        if reasons := [why for kind, why in REFUSED.items() if isinstance(callback, kind)]:
+            raise FederationError(
+                f"{name} is not supported, because {reasons[0]}. Remove it from the Trainer's"
+                " callbacks"
+            )
+        if vectorized and isinstance(callback, BaseFinetuning):
+            raise FederationError(
+                f"{name} is not supported with VectorizedClients, because it adds parameters of the"
+                " module to the optimizer: pass the module itself to Trainer.fit instead of"
+                " VectorizedClients(module)"
+            )
+    check_options(trainer)
 
-    Args:
-        module: The user's module.
-        shared: The buffers that clients exchange.
+
+def check_options(trainer: Trainer) -> None:
+    """Check the options of the Trainer, which hooks may change during a fit."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    for name, (value, why) in REQUIRED.items():
+        given = getattr(trainer, name, "a time")  # Lightning keeps no val_check_interval of time
+        if given != value or isinstance(given, float) != isinstance(value, float):
+            raise FederationError(f"Trainer({name}={given}) is not supported: {why}")
+    if trainer.check_val_every_n_epoch is None:
+        raise FederationError(
+            "Trainer(check_val_every_n_epoch=None) is not supported, because it would validate"
+            " during a round: set a number of rounds"
+        )
+
+
+# --- the module -----------------------------------------------------------------------------------
+
+
+def check_module(module: LightningModule) -> None:
+    """Check that the module trains with given batches, one loss, and dense tensors."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise FederationError(
+            f"{name} uses manual optimization (automatic_optimization=False), but FederatedLoop"
+            " manages the optimizer state and learning rate of each client: use automatic"
+            f" optimization. {SEVERAL_LOSSES}"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise FederationError(
+            f"{name}.training_step(dataloader_iter) is not supported, because FederatedLoop chooses"
+            " the batches of each client: use training_step(batch, batch_idx)"
+        )
+    for tensor_name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        if nn.parameter.is_lazy(tensor):
+            raise FederationError(
+                f"{name}.{tensor_name} is a lazy {kind}: run the module on a sample before fit"
+            )
+        if tensor.layout != torch.strided:
+            raise FederationError(
+                f"{name}.{tensor_name} is a {kind} of layout {tensor.layout}, but clients exchange"
+                " dense tensors: make it dense, or keep it in a plain attribute and move it to the"
+                " device in training_step"
+            )
+
+
+def checked_optimizers(module: LightningModule) -> AbstractContextManager[None]:
+    """Return a context in which what a module configures as optimizers is checked."""
+
+    def checking(configure: Callable[[], Any]) -> Callable[[], Any]:
+        def checked() -> Any:
+            configured: Any = configure()
+            check_one_optimizer(module, configured)
+            return configured
+
+        return checked
+
+    return replaced(module, "configure_optimizers", checking)
+
+
+def check_one_optimizer(module: LightningModule, configured: Any) -> None:
+    """Check that a module configures one optimizer, with the parameters of its loss terms.
+
+    Lightning's own error for several recommends manual optimization, which is not supported.
     """
+    name, optimizers = type(module).__name__, configured
+    if isinstance(configured, tuple) and len(configured) == 2:
+        first = configured[0]  # a list of optimizers, before a list of schedulers
+        optimizers = first if isinstance(first, list | tuple) else configured
+    is_several = isinstance(optimizers, list | tuple)
+    count = len(optimizers) if is_several else int(optimizers is not None)
+    if count != 1:
+        raise FederationError(
+            f"{name}.configure_optimizers must return one optimizer, got {count}"
+            + f". {SEVERAL_LOSSES}" * (count > 1)
+        )
+    known = {id(p) for each in optimizers_in(configured) for p in params_of(each)}
+    for term in module.terms if isinstance(module, ClientModule) else ():
+        if any(p.requires_grad and id(p) not in known for p in term.parameters()):
+            raise FederationError(
+                f"the optimizer of {name} leaves out parameters of the term {type(term).__name__},"
+                " which would not be trained: create it from self.parameters(), which include them"
+            )
+
+
+def check_phases_of_terms(module: LightningModule, is_trained: Callable[[str], bool]) -> None:
+    """Check that some phase of local training trains the parameters of each loss term."""
+    for i, term in enumerate(module.terms if isinstance(module, ClientModule) else ()):
+        names = [f"terms.{i}.{n}" for n, p in term.named_parameters() if p.requires_grad]
+        if names and not any(map(is_trained, names)):
+            raise FederationError(
+                f"phases train no parameter of the term {type(term).__name__}, which would keep its"
+                " initial values: let a phase train local or all parameters, or add the pattern"
+                f" 'terms.{i}.*' to its list"
+            )
+
+
+def check_finite(name: str, layout: VectorLayout, vector: Tensor) -> None:
+    """Check that the initial parameters of a module are finite; otherwise no update is usable."""
+    parameters = vector[None, : layout.num_parameters]
+    if is_finite(parameters, {}).all():
+        return
+    parts = layout.split(parameters).items()
+    wrong = next(name for name, part in parts if not part.isfinite().all())
+    raise FederationError(
+        f"the parameter {wrong} of {name} has values that are not finite, so that no update of a"
+        " client would be usable: initialize it. Register a constant with infinities, such as an"
+        " attention mask, as a buffer (register_buffer)"
+    )
+
+
+def warn_of_running_statistics(module: nn.Module, shared: Iterable[Tensor]) -> None:
+    """Warn if clients exchange (``shared``) running statistics, such as those of BatchNorm."""
     exchanged = {id(buffer) for buffer in shared}
     if any(id(getattr(m, "running_mean", None)) in exchanged for m in module.modules()):
         rank_zero_warn(
@@ -113,116 +277,11 @@ def warn_of_averaged_buffers(
         )
 
 
-def warn_of_loader_length(module: nn.Module, batches: int, steps: int) -> None:
-    """Warn that a schedule may be as long as the batches of all clients.
-
-    Args:
-        module: The user's module, which asked for the training loader before the first round.
-        batches: Number of batches of the round.
-        steps: Maximum number of local steps of a client in the round.
-    """
-    if batches != steps:
-        rank_zero_warn(
-            f"{type(module).__name__} asked for the training loader before the first round. Its"
-            f" length, {batches}, is the number of batches of all clients in a round, but the"
-            f" scheduler with interval='step' makes at most {steps} steps in a round. To compute"
-            " the length of a schedule, use trainer.estimated_stepping_batches, or"
-            " trainer.num_training_batches for one round"
-        )
-
-
-def check_clock(options: RunOptions, is_drawn: bool) -> None:
-    """Check that no asynchronous round was planned before its clock began.
-
-    Args:
-        options: Options of the run.
-        is_drawn: Whether a round was planned, as for a training loader.
-
-    Raises:
-        FederationError: If a round was planned, with clients that are not those that finish first.
-    """
-    if is_drawn and options.sampler.is_asynchronous:
-        raise FederationError(
-            "the training loader was made before the fit has begun, when"
-            f" {type(options.sampler).__name__} does not know which clients finish first: in setup"
-            " and configure_optimizers, use trainer.estimated_stepping_batches, or"
-            " trainer.num_training_batches for one round, instead of the length of the loader"
-        )
-
-
-def check_policy(options: RunOptions) -> None:
-    """Check that the policy does not learn from a global model that is not the clients' model.
-
-    Raises:
-        FederationError: If it does, and parameters stay with the clients.
-    """
-    learns = sorted(options.policy.learns_from & {"val_loss", "contributions"})
-    if options.local_parameters and learns:
-        raise FederationError(
-            f"{type(options.policy).__name__} learns from {learns[0]} of the global model, in which"
-            f" local_parameters={list(options.local_parameters)} keep their initial values: use a"
-            " policy that learns from client_losses, or a fixed Schedule"
-        )
-
-
-def check_module(module: LightningModule) -> None:
-    """Check that clients can train the module.
-
-    Raises:
-        FederationError: If the module optimizes manually, fetches its own batches or has lazy
-            or sparse tensors.
-    """
-    name = type(module).__name__
-    if not module.automatic_optimization:
-        raise FederationError(
-            f"{name} uses manual optimization (automatic_optimization=False), but FederatedLoop"
-            " manages the optimizer state and learning rate of each client: use automatic"
-            f" optimization. {SEVERAL_LOSSES}"
-        )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise FederationError(
-            f"{name}.training_step(dataloader_iter) is not supported, because FederatedLoop chooses"
-            " the batches of each client: use training_step(batch, batch_idx)"
-        )
-    for tensor_name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-        if nn.parameter.is_lazy(tensor):
-            raise FederationError(
-                f"{name}.{tensor_name} is a lazy {kind}: run the module on a sample before fit"
-            )
-        if tensor.layout != torch.strided:
-            raise FederationError(
-                f"{name}.{tensor_name} is a {kind} of layout {tensor.layout}, but clients exchange"
-                " dense tensors: make it dense, or keep it in a plain attribute instead of a buffer"
-                " and move it to the device in training_step"
-            )
-
-
-def check_finite(name: str, layout: VectorLayout, vector: Tensor) -> None:
-    """Check that the initial parameters are finite.
-
-    Args:
-        name: Name of the module.
-        layout: Layout of the vector.
-        vector: The exchanged tensors, ``[P]``.
-
-    Raises:
-        FederationError: If a parameter holds infinities or NaN, so that no update would be usable.
-    """
-    parameters = vector[None, : layout.num_parameters]
-    if is_finite(parameters, {}).all():
-        return
-    parts = layout.split(parameters).items()
-    wrong = next(name for name, part in parts if not part.isfinite().all())
-    raise FederationError(
-        f"the parameter {wrong} of {name} has values that are not finite, so that no update of a"
-        " client would be usable: initialize it. Register a constant with infinities, such as an"
-        " attention mask, as a buffer (register_buffer)"
-    )
+# --- the module and the data, or the rules --------------------------------------------------------
 
 
 def check_network(trainer: Trainer, module: LightningModule, data: FederatedData) -> None:
-    """Check that the network of a ``ClientModule`` accepts the samples."""
+    """Check that the network of a ``ClientModule`` accepts the shape of the samples."""
     if not isinstance(module, ClientModule):
         return
     x, *_ = trainer.precision_plugin.convert_input(data.example())
@@ -253,182 +312,35 @@ def check_smallest_batch(module: nn.Module, data: Any) -> None:
         )
 
 
-#: Unsupported callbacks: the reason and the alternative.
-#:
-#: :meta hide-value:
-REFUSED: dict[type[Callback], str] = {
-    WeightAveraging: "is not supported, because it averages the parameters of different clients:"
-    " remove it from the Trainer's callbacks. For momentum on the server, use FedOpt",
-    StochasticWeightAveraging: "is not supported, because it averages the parameters of different"
-    " clients and changes their learning rate: remove it from the Trainer's callbacks",
-    GradientAccumulationScheduler: "is not supported, because it accumulates gradients across"
-    " clients: remove it from the Trainer's callbacks and increase batch_size",
-    BatchSizeFinder: "is not supported, because it trains before the first round: remove it from"
-    " the Trainer's callbacks and set batch_size",
-    LearningRateFinder: "is not supported, because it trains before the first round: remove it from"
-    " the Trainer's callbacks and set the learning rate",
-    ModelPruning: "is not supported, because it shares the pruning masks of one client with the"
-    " others: remove it from the Trainer's callbacks and prune the trained module after the fit",
-    SpikeDetection: "is not supported, because it compares the losses of different clients: remove"
-    " it from the Trainer's callbacks. Non-finite updates are handled by on_client_error",
-}
-
-
-#: Options of the Trainer that must have a certain value: the value, and the reason or alternative.
-#: An int and a float mean different things to the Trainer: 1 batch, 1.0 of all batches.
-REQUIRED: dict[str, tuple[Any, str]] = {
-    "accumulate_grad_batches": (1, "a local step is one batch: increase batch_size"),
-    "overfit_batches": (0.0, "clients train on their own samples: use fewer samples"),
-    "limit_train_batches": (1.0, "to limit local work, use Schedule(num_steps=...)"),
-    "max_steps": (-1, "it would stop during a round: set max_epochs, the number of rounds"),
-    "min_steps": (None, "it would stop during a round: set min_epochs, a number of rounds"),
-    "val_check_interval": (1.0, "validation follows aggregation: set check_val_every_n_epoch"),
-}
-
-
-def check_trainer(trainer: Trainer, vectorized: bool) -> None:
-    """Check the options and callbacks of the Trainer.
-
-    Args:
-        trainer: The Trainer, with its callbacks.
-        vectorized: Whether clients train at once.
-
-    Raises:
-        FederationError: If the strategy, a callback or an option is not supported.
-    """
-    if trainer.world_size != 1 and not isinstance(trainer.strategy, DDPStrategy):
+def check_policy(options: RunOptions) -> None:
+    """Check that the policy does not learn from a global model that is not the clients' model."""
+    learns = sorted(options.policy.learns_from & {"val_loss", "contributions"})
+    if options.local_parameters and learns:
         raise FederationError(
-            f"{type(trainer.strategy).__name__} is not supported with several processes: set"
-            " strategy='client_parallel' (each process trains different clients) or 'ddp' (all"
-            " processes train the same client on parts of its batches)"
-        )
-    if vectorized and processes_of(trainer).share_samples:
-        raise FederationError(
-            f"{type(trainer.strategy).__name__} splits the samples of one client over processes,"
-            " which is not supported with VectorizedClients: set strategy='client_parallel', or"
-            " remove VectorizedClients"
-        )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise FederationError(
-            f"Trainer(precision={trainer.precision!r}) is not supported, because the loss scale of"
-            " one client would reach the next: set precision='bf16-mixed' or '32-true'"
-        )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
-        check_package(callback, Callback)
-        for kind, why in REFUSED.items():
-            if isinstance(callback, kind):
-                raise FederationError(f"{type(callback).__name__} {why}")
-        if vectorized and isinstance(callback, BaseFinetuning):
-            raise FederationError(
-                f"{type(callback).__name__} is not supported with VectorizedClients, because it"
-                " adds parameters of the module to the optimizer: pass the module itself to"
-                " Trainer.fit instead of VectorizedClients(module)"
-            )
-    check_options(trainer)
-
-
-def check_options(trainer: Trainer) -> None:
-    """Check the options of the Trainer, which hooks may change during a fit.
-
-    Raises:
-        FederationError: If an option is not supported.
-    """
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return
-    for name, (value, why) in REQUIRED.items():
-        given = getattr(trainer, name, "a time")  # Lightning keeps no val_check_interval of time
-        if given != value or isinstance(given, float) != isinstance(value, float):
-            raise FederationError(f"Trainer({name}={given}) is not supported: {why}")
-    if trainer.check_val_every_n_epoch is None:
-        raise FederationError(
-            "Trainer(check_val_every_n_epoch=None) is not supported, because it would validate"
-            " during a round: set a number of rounds"
+            f"{type(options.policy).__name__} learns from {learns[0]} of the global model, in which"
+            f" local_parameters={list(options.local_parameters)} keep their initial values: use a"
+            " policy that learns from client_losses, or a fixed Schedule"
         )
 
 
-def checked_optimizers(
-    module: LightningModule, check: Callable[[LightningModule, Any], None]
-) -> AbstractContextManager[None]:
-    """Return a context in which what a module configures as optimizers is checked.
-
-    Args:
-        module: The module.
-        check: Called with the module and what ``configure_optimizers`` returned.
-    """
-
-    def checking(configure: Callable[[], Any]) -> Callable[[], Any]:
-        def checked() -> Any:
-            configured: Any = configure()
-            check(module, configured)
-            return configured
-
-        return checked
-
-    return replaced(module, "configure_optimizers", checking)
-
-
-def check_one_optimizer(module: LightningModule, configured: Any) -> None:
-    """Check that a module configures a single optimizer.
-
-    Lightning's own error recommends manual optimization, which is not supported.
-
-    Args:
-        module: The module.
-        configured: What its ``configure_optimizers`` returned.
-
-    Raises:
-        FederationError: If the module configures no optimizer or several.
-    """
-    optimizers: Any = configured
-    if isinstance(configured, tuple) and len(configured) == 2:
-        first = configured[0]  # a list of optimizers, before a list of schedulers
-        optimizers = first if isinstance(first, list | tuple) else configured
-    is_several = isinstance(optimizers, list | tuple)
-    count = len(optimizers) if is_several else int(optimizers is not None)
-    if count != 1:
+def check_clock(options: RunOptions, is_drawn: bool) -> None:
+    """Check that no asynchronous round was drawn, as for a loader, before its clock began."""
+    if is_drawn and options.sampler.is_asynchronous:
         raise FederationError(
-            f"{type(module).__name__}.configure_optimizers must return one optimizer, got {count}"
-            + f". {SEVERAL_LOSSES}" * (count > 1)
+            "the training loader was made before the fit has begun, when"
+            f" {type(options.sampler).__name__} does not know which clients finish first: in setup"
+            " and configure_optimizers, use trainer.estimated_stepping_batches, or"
+            " trainer.num_training_batches for one round, instead of the length of the loader"
         )
 
 
-def check_optimized_terms(module: LightningModule, configured: Any) -> None:
-    """Check that the optimizer of a module has the trained parameters of its loss terms.
-
-    Otherwise the personal model of a term, for example, would keep its initial values.
-
-    Args:
-        module: The user's module.
-        configured: What its ``configure_optimizers`` returned.
-
-    Raises:
-        FederationError: If the optimizer leaves parameters of a term out.
-    """
-    known = {id(p) for each in optimizers_in(configured) for p in params_of(each)}
-    for term in module.terms if isinstance(module, ClientModule) else ():
-        if any(p.requires_grad and id(p) not in known for p in term.parameters()):
-            raise FederationError(
-                f"the optimizer of {type(module).__name__} leaves out parameters of the term"
-                f" {type(term).__name__}, which would not be trained: create it from"
-                " self.parameters(), which include them"
-            )
-
-
-def check_phases_of_terms(module: LightningModule, is_trained: Callable[[str], bool]) -> None:
-    """Check that the phases of local training do not leave out the parameters of a loss term.
-
-    Args:
-        module: The user's module.
-        is_trained: Function that returns whether a phase trains a parameter, by its name.
-
-    Raises:
-        FederationError: If no phase trains the parameters of a term.
-    """
-    for i, term in enumerate(module.terms if isinstance(module, ClientModule) else ()):
-        names = [f"terms.{i}.{n}" for n, p in term.named_parameters() if p.requires_grad]
-        if names and not any(map(is_trained, names)):
-            raise FederationError(
-                f"phases train no parameter of the term {type(term).__name__}, which would keep its"
-                " initial values: let a phase train local or all parameters, or add the pattern"
-                f" 'terms.{i}.*' to its list"
-            )
+def warn_of_loader_length(module: nn.Module, batches: int, steps: int) -> None:
+    """Warn that a schedule may be as long as the batches of all clients, not as one's steps."""
+    if batches != steps:
+        rank_zero_warn(
+            f"{type(module).__name__} asked for the training loader before the first round. Its"
+            f" length, {batches}, is the number of batches of all clients in a round, but the"
+            f" scheduler with interval='step' makes at most {steps} steps in a round. To compute"
+            " the length of a schedule, use trainer.estimated_stepping_batches, or"
+            " trainer.num_training_batches for one round"
+        )

@@ -30,15 +30,12 @@ def describe_cause(cause: str) -> str:
 
 
 def check_causes(dropped: Mapping[int, str], clients: Sequence[int], taken: set[str]) -> None:
-    """Check the clients and causes that a callback marked as dropped.
+    """Check that a callback dropped clients of ``clients``, for causes that can be columns.
 
     Args:
         dropped: Causes by client id.
         clients: Ids of the clients that may be dropped.
         taken: Reserved column names of the table of rounds.
-
-    Raises:
-        FederationError: If a client is not in ``clients``, or a cause is not a valid column name.
     """
     for client, cause in dropped.items():
         if client not in clients:
@@ -65,12 +62,7 @@ def count_causes(dropped: Mapping[int, str]) -> dict[str, int]:
 
 
 def list_clients(clients: Sequence[int], names: Sequence[str] | None, most: int = 10) -> str:
-    """Return a text that lists clients by id and name.
-
-    Args:
-        clients: Ids of the clients.
-        names: Names of all clients, if they have names.
-        most: Maximum number of clients to list.
+    """Return a text that lists up to ``most`` clients by id, and by name if they have names.
 
     Example:
         >>> list_clients([4, 7], None), list_clients([1], ["north", "south"])
@@ -89,46 +81,30 @@ def list_clients(clients: Sequence[int], names: Sequence[str] | None, most: int 
 def describe_dropped(dropped: Mapping[int, str], names: Sequence[str] | None = None) -> str:
     """Return a text that lists the dropped clients by cause.
 
-    Args:
-        dropped: Causes by client id.
-        names: Names of all clients, if they have names.
-
     Example:
         >>> describe_dropped({7: "late", 4: "late", 9: "non_finite"})
         'clients 4, 7 (too late), client 9 (non-finite values)'
     """
-    parts = []
-    for cause, count in count_causes(dropped).items():
-        if count:
-            clients = sorted(client for client, why in dropped.items() if why == cause)
-            parts.append(f"{list_clients(clients, names)} ({describe_cause(cause)})")
-    return ", ".join(parts)
+    clients_of: dict[str, list[int]] = {cause: [] for cause in count_causes(dropped)}
+    for client in sorted(dropped):
+        clients_of[dropped[client]].append(client)
+    return ", ".join(
+        f"{list_clients(clients, names)} ({describe_cause(cause)})"
+        for cause, clients in clients_of.items()
+        if clients
+    )
 
 
 def describe_losses(
     round: int, sampled: int, dropped: Mapping[int, str], names: Sequence[str] | None = None
 ) -> str:
-    """Return the text that updates of a round were dropped.
-
-    Args:
-        round: Number of the round, from 1.
-        sampled: Number of sampled clients.
-        dropped: Causes by client id.
-        names: Names of all clients, if they have names.
-    """
+    """Return the text that updates of a round (counted from 1) were dropped."""
     what = f"round {round}: dropped {len(dropped)} of {sampled} client updates:"
     return f"{what} {describe_dropped(dropped, names)}"
 
 
 def describe_kept_model(round: int, returned: int, sampled: int, kept_by: str) -> str:
-    """Return the text that the global model of a round is unchanged.
-
-    Args:
-        round: Number of the round, from 1.
-        returned: Number of clients with a usable update.
-        sampled: Number of sampled clients.
-        kept_by: Description of the requirement that these updates did not meet.
-    """
+    """Return the text that the usable updates of a round did not meet a requirement."""
     what = f"round {round}: {returned} of {sampled} clients returned, too few for {kept_by}"
     return f"{what}: the global model is kept"
 
@@ -145,18 +121,19 @@ class DropWarnings:
         self, rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None
     ) -> None:
         self._rows, self._first, self._names = rows, len(rows), names
-        self._lost = self._kept = 0
+        self._has_lost, self._kept = False, 0
+        #: Rounds in which each client was sampled, and those in which it was dropped.
         self._sampled: Counter[int] = Counter()
-        self._causes: dict[int, Counter[str]] = {}
+        self._dropped: Counter[int] = Counter()
         #: A sentence on the first tensors with non-finite values, or an empty text.
         self.non_finite = ""
 
     def note_non_finite(self, names: Sequence[str], initial: Collection[str]) -> None:
-        """Record tensors with non-finite values.
+        """Record the tensors of an update with non-finite values.
 
         Args:
-            names: Names of all tensors of an update with non-finite values.
-            initial: Names of all tensors of which the clients have received such values.
+            names: Their names.
+            initial: Names of the tensors that clients have received with such values.
         """
         if not names:
             return
@@ -180,65 +157,36 @@ class DropWarnings:
             kept_by: Description of the requirement that too few updates did not meet, so that the
                 global model is unchanged; None if the model was updated.
         """
-        sampled = len(cohort)
         self._sampled.update(cohort)
-        for client, cause in dropped.items():
-            self._causes.setdefault(client, Counter())[cause] += 1
-        if dropped and not self._lost:
-            rank_zero_warn(
-                f"{describe_losses(round, sampled, dropped, self._names)}. {self.non_finite}Later"
-                " rounds are summarized at the end of the fit",
-                stacklevel=2,
-            )
-        if kept_by is not None and not self._kept:
-            rank_zero_warn(
-                f"{describe_kept_model(round, sampled - len(dropped), sampled, kept_by)}. Later"
-                " rounds are summarized at the end of the fit",
-                stacklevel=2,
-            )
-        self._lost += bool(dropped)
+        self._dropped.update(dropped.keys())
+        later = "Later rounds are summarized at the end of the fit"
+        if dropped and not self._has_lost:
+            self._has_lost = True
+            text = describe_losses(round, len(cohort), dropped, self._names)
+            rank_zero_warn(f"{text}. {self.non_finite}{later}", stacklevel=2)
         self._kept += kept_by is not None
+        if kept_by is not None and self._kept == 1:
+            text = describe_kept_model(round, len(cohort) - len(dropped), len(cohort), kept_by)
+            rank_zero_warn(f"{text}. {later}", stacklevel=2)
 
     def summarize(self) -> None:
         """Warn with a summary of the fit if more than one round had dropped updates."""
         rows = self._rows[self._first :]
-        if self._lost > 1:
-            rank_zero_warn(". ".join([summarize_dropped(rows), *self._never_used()]))
+        dropped, sampled = (sum(row[name] for row in rows) for name in ("dropped", "clients"))
+        if (lost := sum(row["dropped"] > 0 for row in rows)) > 1:
+            text = f"dropped {dropped} of {sampled} client updates in {lost} of {len(rows)} rounds"
+            text += f" ({describe_causes(rows)})"
+            counts = self._dropped.items()
+            if always := sorted(c for c, count in counts if count == self._sampled[c] > 1):
+                listed = list_clients(always, self._names)
+                text += f". Dropped in all rounds in which they were sampled: {listed}"
+            rank_zero_warn(text)
         if self._kept > 1:
             rank_zero_warn(
                 f"the global model was kept in {self._kept} of {len(rows)} rounds, in which too few"
                 " clients returned"
             )
-        self._lost = self._kept = 0
-
-    def _never_used(self) -> list[str]:
-        """Return a text on the clients that were dropped in each of several rounds, if any."""
-        never = {
-            client: "several_causes" if len(causes) > 1 else next(iter(causes))
-            for client, causes in self._causes.items()
-            if causes.total() == self._sampled[client] > 1
-        }
-        described = describe_dropped(never, self._names)
-        return [f"Dropped in all rounds in which they were sampled: {described}"] if never else []
-
-
-def summarize_dropped(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text with the number of dropped updates per cause.
-
-    Args:
-        rows: Rows of the table of rounds.
-
-    Example:
-        >>> row = {"clients": 5, "dropped": 3, "late": 2, "low_battery": 1}
-        >>> summarize_dropped([row, row])
-        'dropped 6 of 10 client updates in 2 of 2 rounds (too late: 4, other causes: 2)'
-    """
-    dropped, sampled = (sum(row[name] for row in rows) for name in ("dropped", "clients"))
-    rounds = sum(row["dropped"] > 0 for row in rows)
-    return (
-        f"dropped {dropped} of {sampled} client updates in {rounds} of {len(rows)} rounds"
-        f" ({describe_causes(rows)})"
-    )
+        self._first, self._kept = len(self._rows), 0
 
 
 def describe_causes(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -15,13 +15,10 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils._pytree import tree_map
 
-from lightning_fl.federation.boundary import RoundBoundary
 from lightning_fl.federation.checks import (
     check_clock,
     check_fit,
     check_network,
-    check_one_optimizer,
-    check_optimized_terms,
     check_phases_of_terms,
     check_policy,
     check_smallest_batch,
@@ -36,6 +33,7 @@ from lightning_fl.federation.memory import ClientMemory
 from lightning_fl.federation.plan import Planner
 from lightning_fl.federation.processes import processes_of
 from lightning_fl.federation.progress import Progress
+from lightning_fl.federation.round_boundary import RoundBoundary
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.schedulers import Schedulers, counts_of_one_client
 from lightning_fl.federation.traffic import Traffic
@@ -50,6 +48,7 @@ from lightning_fl.runners import (
     user_module,
 )
 from lightning_fl.runners.base import KeepOptimizer
+from lightning_fl.runners.constants import with_all_names
 from lightning_fl.runners.samples import Collated, check_batch
 from lightning_fl.samplers import how_drawn
 from lightning_fl.store import ClientStore
@@ -175,8 +174,7 @@ class PreparedFit:
             self.module.exchange_frozen = self.exchange_frozen
             self.module.local_patterns = self.options.local_parameters
             self.module.keeps_optimizer = self.options.optimizer_state != "reset"
-        for check in (check_one_optimizer, check_optimized_terms):
-            undo.enter_context(checked_optimizers(user_module(self.module), check))
+        undo.enter_context(checked_optimizers(user_module(self.module)))
         counts = counts_of_one_client(
             trainer, planner.stepping_batches, local_steps, is_last_step, global_step
         )
@@ -212,7 +210,6 @@ class Fit:
         self.aggregator.load_client_network()
         self.exchange_frozen = prepared.exchange_frozen
         self.runner = self._make_runner()
-        self.boundary.constants = self.runner.constants.parameters.values()
         undo.callback(self._close)
         check_phases_of_terms(self.runner.module, self.runner.phases.is_trained)
         if self.options.buffers is None:
@@ -263,6 +260,8 @@ class Fit:
             self.options.local_parameters,
         )
         runner.set_phases(self.options.phases)
+        constants = runner.constants.parameters.values()
+        self.boundary.left_out = with_all_names(runner.module, constants)
         return runner
 
     def _close(self) -> None:
@@ -310,7 +309,6 @@ class Fit:
             base_lr, self.runner = self.runner.base_lr, self._make_runner()
             self.runner.base_lr = base_lr
             self.runner.constants.note()
-            self.boundary.constants = self.runner.constants.parameters.values()
             self.schedulers = Schedulers(trainer, self.runner.optimizer_state)
             self.planner.forget()
             trainer.fit_loop._combined_loader = None  # made for the plan of groups

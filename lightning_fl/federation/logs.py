@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultMetric,
     _Sync,
 )
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_fl.hooks import properties_set
-from lightning_fl.runners import user_module
 from lightning_fl.strategies import gathered
 from lightning_fl.types import FederationError, RoundPlan
 
 #: Hooks that may log before the local steps of a round. Every process calls them.
 BEFORE_STEPS = ("on_train_start", "on_train_epoch_start")
-#: Properties of the Trainer with logged values.
-METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 class _OfStep(NamedTuple):
@@ -121,55 +113,6 @@ class ClientLogs:
             metric.cumulated_batch_size = _samples(metric) + samples.to(metric.value.device)
         if plan is not None:  # only after the sums, since Lightning computes the metrics then
             _put_last_steps(trainer, plan, steps)
-
-
-class _Noted(UserDict[str, Any]):
-    """View of logged values that calls a function with each name that is read."""
-
-    def __init__(self, values: dict[str, Any], note: Callable[[str], None]) -> None:
-        super().__init__()
-        self.data, self._note = values, note
-
-    def __getitem__(self, name: str) -> Any:
-        self._note(name)
-        return super().__getitem__(name)
-
-
-def logs_watched(
-    trainer: Trainer, module: LightningModule, has_others: Callable[[], bool]
-) -> AbstractContextManager[None]:
-    """Return a context with a warning if ``training_step`` reads what other clients have logged.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        has_others: Function that returns whether values logged in single steps are, in this local
-            step, those of other clients.
-    """
-    has_warned = False
-
-    def note(of_trainer: str, name: str) -> None:
-        nonlocal has_warned
-        results: Any = trainer.fit_loop.epoch_loop._results
-        in_steps = (each.meta for each in results.values() if each.meta.on_step)
-        names = {n for meta in in_steps for n in (meta.name, meta.forked_name(on_step=True))}
-        if name in names and not has_warned:
-            has_warned = True
-            rank_zero_warn(
-                f"{type(user_module(module)).__name__}.training_step reads {name} of"
-                f" trainer.{of_trainer}, which other clients have logged, so that results depend on"
-                " the order of clients. To pass a value to later steps of the same client, use a"
-                " buffer (register_buffer); a value that is logged with on_step=False is the mean"
-                " of the last round"
-            )
-
-    def read(of_trainer: str, getter: Callable[[Trainer], Any], trainer: Trainer) -> Any:
-        values = getter(trainer)
-        is_in_step = module._current_fx_name == "training_step" and not has_warned
-        return _Noted(values, partial(note, of_trainer)) if is_in_step and has_others() else values
-
-    kind = type(trainer)
-    return properties_set(trainer, {n: partial(read, n, getattr(kind, n).fget) for n in METRICS})
 
 
 def _is_sum(metric: Any) -> bool:

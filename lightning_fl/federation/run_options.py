@@ -35,7 +35,6 @@ class RunOptions:
     optimizer_state: str = "reset"
     buffers: BufferPolicy | None = None
     exchange_frozen: bool | None = None
-    checkpoint_frozen: bool = False
     monitor: str = "val_loss"
     update_transforms: Sequence[UpdateTransform] = ()
     client_state_memory_gb: float = 1.0
@@ -83,7 +82,6 @@ class RunOptions:
         check_choice("optimizer_state", self.optimizer_state, "reset", "keep", "local")
         check_choice("buffers", self.buffer_policy, "average", "server", "local")
         check_flag("exchange_frozen", self.exchange_frozen, optional=True)
-        check_flag("checkpoint_frozen", self.checkpoint_frozen)
         patterns = self.local_parameters
         is_list = isinstance(patterns, list | tuple)
         if not is_list or not all(isinstance(p, str) and p for p in patterns):

@@ -16,17 +16,17 @@ from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromClients
+from lightning_fl.federation.checkpoints import load_unsaved, unsaved_values
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart
-from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.results import Results
-from lightning_fl.federation.resume import load_unsaved, unsaved_values
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.hooks import quiet
 from lightning_fl.integrations.exchange import Reply, Task, check_version, client_side, exchange_id
 from lightning_fl.integrations.server import LOG, counted, refuse_schedulers, trainer_of
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import VectorizedClients
+from lightning_fl.runners.constants import digest
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import ClientUpdate, Cohort, FederationError, RoundPlan, describe
 

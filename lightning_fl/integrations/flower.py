@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
-from lightning_fl.federation.resume import unsaved_values
+from lightning_fl.federation.checkpoints import unsaved_values
 from lightning_fl.files import check_writable, error_context
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import (

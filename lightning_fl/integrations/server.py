@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator, DPFedAvg
+from lightning_fl.federation.checkpoints import changes, load_unsaved, unsaved_values
 from lightning_fl.federation.checks import (
     check_module,
-    check_one_optimizer,
     check_policy,
     checked_optimizers,
     warn_of_averaged_buffers,
@@ -32,10 +32,8 @@ from lightning_fl.federation.dropped import (
     describe_kept_model,
     describe_losses,
 )
-from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.plan import draw_clients, draw_values
 from lightning_fl.federation.results import is_finite, weights_and_losses
-from lightning_fl.federation.resume import changes, load_unsaved, unsaved_values
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.files import check_writable, error_context, write_atomically
 from lightning_fl.functional.randomness import run_seed
@@ -44,6 +42,7 @@ from lightning_fl.integrations.exchange import Reply, Task, client_side, exchang
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import Declared, client_runner
+from lightning_fl.runners.constants import digest
 from lightning_fl.samplers import ClientSampler, how_drawn
 from lightning_fl.types import (
     ClientUpdate,
@@ -232,7 +231,7 @@ class RemoteServer:
         check_module(self.module)
         # Lightning warns of a validation_step without a loader, and of a loader without one.
         validation = [0] if is_overridden("validation_step", self.module) else None
-        with quiet(LOG), checked_optimizers(self.module, check_one_optimizer):
+        with quiet(LOG), checked_optimizers(self.module):
             trainer.fit(self.module, [0] * num_batches, validation)
         return trainer
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.files import archive_size, error_context, short_repr
+from lightning_fl.files import error_context, short_repr
 from lightning_fl.types import FederationError
 
 
@@ -44,7 +44,6 @@ def _read(path: str) -> dict[str, Tensor]:
         from safetensors.torch import load_file  # comes with timm and peft
 
         return dict(load_file(path))
-    archive_size(path)
     saved: Any = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(saved, dict) or not all(isinstance(t, Tensor) for t in saved.values()):
         raise FederationError("it holds no state_dict: save net.state_dict() with torch.save")

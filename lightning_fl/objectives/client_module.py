@@ -15,7 +15,6 @@ from torch.func import functional_call
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fl.federation.frozen import complete
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.functional.summation import add_rows, empty_sum, merged_sums, sum_value
 from lightning_fl.hooks import attributes_set, overrides
@@ -23,6 +22,7 @@ from lightning_fl.objectives.local_network import load_tensors
 from lightning_fl.objectives.parameter_groups import ParameterGroup, split_groups
 from lightning_fl.objectives.recorder import Recorder
 from lightning_fl.objectives.terms import ModelView, Term, settable
+from lightning_fl.runners.constants import complete
 from lightning_fl.types import FederationError, PersonalModel
 
 
@@ -250,7 +250,7 @@ class ClientModule(LightningModule):
 
         A ``FederatedLoop`` has added them already. This is for ``load_from_checkpoint``.
         """
-        complete(checkpoint, None, self)
+        complete(checkpoint, self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, ``[batch, classes]``."""

@@ -1,6 +1,7 @@
 """A server and clients that only exchange tasks and replies train as the loop does, bit for bit."""
 
 import copy
+import os
 import re
 from dataclasses import replace
 
@@ -277,6 +278,26 @@ def test_a_client_of_another_version_is_refused():
     task = replace(server.tasks()[0], version="0.0.1")
     with pytest.raises(FederationError, match=r"server has version 0\.0\.1 of .* the same version"):
         clients[0].train(task, {})
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+def test_hostile_file_of_a_server_or_client_runs_no_code(tmp_path):
+    server, _, _ = apart(client_module(), samples, FedAdam(), rounds=0)
+    file = tmp_path / "hostile.pt"
+    torch.save({**server.state_dict(), "run": Payload(tmp_path / "ran")}, file)
+    for read in (server.read, Kept.read):
+        with pytest.raises(FederationError, match=r"hostile\.pt is damaged.*"):
+            read(file)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_damaged_state_of_a_client_says_what_to_do(tmp_path):

@@ -263,8 +263,8 @@ def test_a_checkpoint_of_any_line_of_a_rounds_end_resumes_bit_for_bit(data, tmp_
     """As a signal handler would write it."""
     undisturbed = bits(Run(data, tmp_path / "whole", group_size).left())
     saver, runs, visits = Saver(["line"]), [], Counter()
-    watched = {"federated_loop.py", "round.py", "resume.py", "validation.py"}
-    watched |= {"boundary.py", "store.py", "schedulers.py", "table.py"}
+    watched = {"federated_loop.py", "round.py", "checkpoints.py", "validation.py"}
+    watched |= {"round_boundary.py", "store.py", "schedulers.py", "table.py"}
 
     def trace(frame, event, arg):
         if frame.f_code.co_filename.rpartition("/")[2] not in watched:

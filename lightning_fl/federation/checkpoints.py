@@ -1,88 +1,51 @@
 """State of a federation in checkpoints, and resuming from it.
 
-A checkpoint may be damaged or untrusted. It is compared with the running federation before it is
-used: :func:`check_contents` when it is loaded, the rest in :meth:`Resume.restore`.
+A file from a stranger is data: it is loaded with ``weights_only=True``. Its state dictionaries are
+loaded strictly, and any error of loading becomes one ``FederationError`` that names the file.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import PurePath
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
-from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fl.federation.boundary import deep_copy
-from lightning_fl.federation.compare import COUNT, SMALL, compare
 from lightning_fl.federation.fit import Fit, PreparedFit
 from lightning_fl.federation.progress import Progress
+from lightning_fl.federation.round_boundary import deep_copy
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.table import RoundTable
 from lightning_fl.files import error_context, short_repr
 from lightning_fl.hooks import replaced
 from lightning_fl.objectives import ClientModule
 from lightning_fl.runners import user_module
+from lightning_fl.runners.constants import complete
 from lightning_fl.runners.local_tensors import local_tensors
 from lightning_fl.store import ClientStore
 from lightning_fl.types import FederationError, describe
 
 #: State of the loop in a checkpoint written before the fit has started.
 NOT_BEGUN = {"round": 0}
-_NUMBER = torch.zeros(())
-#: Entries that Lightning's callbacks read from their states.
-_PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
-_CALLBACKS: dict[type, dict[str, Any]] = {
-    ModelCheckpoint: {
-        **dict.fromkeys(_PATHS, str),
-        **{"best_model_score": SMALL, "kth_value": _NUMBER, "best_k_models": {str: _NUMBER}},
-    },
-    EarlyStopping: {
-        **dict.fromkeys(("wait_count", "stopped_epoch", "patience"), COUNT),
-        "best_score": _NUMBER,
-        "stopping_reason": range(len(EarlyStoppingReason)),
-        "stopping_reason_message": str | None,
-    },
-}
-#: State of a ``FederatedLoop``.
-#:
-#: :meta hide-value:
-STATE: dict[str, Any] = {
-    **dict.fromkeys(("seed", "num_clients", "number of parameter tensors"), COUNT),
-    **dict.fromkeys(("round", "steps", "exchanged"), COUNT),
-    **dict.fromkeys(("checksum", "aggregator_class", "policy_class"), str),
-    **dict.fromkeys(("buffers", "optimizer_state"), str),
-    "local parameters": [str, ...],
-    "aggregator": {str: object},
-    "policy": {str: object},
-    "rows": [{str: int | float | str}, ...],
-    "val_loss": float | None,
-    "monitored": {str: float},
-    "base_lr": float,
-    "trained": [bool, ...],
-    "options": {str: int | float | str | list},
-    "store": [{"name": str, "clients": Tensor, "rows": Tensor}, ...],
-    "unsaved buffers": {str: Tensor},
-    "server": dict | None,
-}
 NOT_OF_A_FEDERATION = (
     "it was not written by a federation, so it cannot be resumed: load its parameters into the"
     " module and start a new fit without ckpt_path"
 )
-#: Name of the optimizer in the options of a checkpoint.
-OPTIMIZER = "optimizer"
 #: Attribute of rules that have ended a round.
 HAS_RUN = "_has_run"
 #: Descriptions of values of a federation; others are called by their names.
-IN_WORDS = {"checksum": "split of the data over clients, as a checksum,"}
+IN_WORDS = {
+    "checksum": "split of the data over clients, as a checksum,",
+    "exchanged": "number of exchanged parameter values",
+}
 #: Remedies if a checkpoint belongs to another federation.
 REMEDIES = {
     "seed": "set seed_everything to the value in the checkpoint",
@@ -91,6 +54,7 @@ REMEDIES = {
     "policy_class": "restore the original policy",
     "number of parameter tensors": "restore the original network and objective terms",
     "local parameters": "restore local_parameters of FederatedLoop and of the module",
+    "exchanged": "restore the network, exchange_frozen, and the parameters frozen at the start",
 }
 
 
@@ -168,7 +132,7 @@ class Resume:
             "exchanged": fit.runner.num_parameters,
             "base_lr": fit.runner.base_lr,
             "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
-            "options": {**self._options, OPTIMIZER: type(fit.trainer.optimizers[0]).__name__},
+            "options": {**self._options, **_optimizer(fit.trainer)},
             **{name: deep_copy(rule.state_dict()) for name, rule in self._rules.items()},
             "unsaved buffers": deep_copy(unsaved_values(module)),
             # Set if the checkpoint contains the model validated before the end of the round.
@@ -215,14 +179,13 @@ class Resume:
                 " continue, pass that module, or resume from a checkpoint with ckpt_path; to start"
                 " a new run, create a new FederatedLoop and Trainer"
             )
-        for what in ("num_clients", "checksum"):
-            now = self._identity[what]
-            if (was := self._former.get(what, now)) != now:
-                raise FederationError(
-                    f"the FederatedLoop continues after round {self.progress.round} with other"
-                    f" clients: its {IN_WORDS.get(what, what)} was {was}, here it is {now}. To"
-                    " continue, restore the data; to start a new run, create a new FederatedLoop"
-                )
+        clients = {what: self._identity[what] for what in ("num_clients", "checksum")}
+        if self._former and (changed := changes(clients, self._former)):
+            raise FederationError(
+                f"the FederatedLoop continues after round {self.progress.round} with other clients:"
+                f" {changed}. To continue, restore the data; to start a new run, create a new"
+                " FederatedLoop"
+            )
 
     def _check_new(self) -> None:
         """Check that the rules hold no state of another run."""
@@ -266,7 +229,7 @@ class Resume:
         module: LightningModule,
         checkpoint: dict[str, Any],
         key: str,
-        seed: Any,
+        has_seed: bool,
     ) -> bool:
         """Check a checkpoint, for any stage; return whether a fit resumes it.
 
@@ -275,46 +238,31 @@ class Resume:
             module: The module of the run.
             checkpoint: The checkpoint. Entries that Lightning must not restore are removed.
             key: Key of the loop's state in the states of callbacks.
-            seed: Seed of the loop; None if it is not set.
+            has_seed: Whether the loop has a seed, which must then be that of the checkpoint.
         """
-        state, is_fit = checkpoint["callbacks"].get(key), trainer.state.fn == TrainerFn.FITTING
-        is_begun = "loops" in checkpoint
-        check_contents(trainer, checkpoint, state)
-        if state == NOT_BEGUN and is_fit:
-            checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
-            del checkpoint["loops"]
+        states = checkpoint.get("callbacks", {})
+        _check_paths(trainer, states)
+        if trainer.state.fn != TrainerFn.FITTING:
             return False
-        if not is_fit:
+        if (state := states.get(key)) is None:
+            raise FederationError(NOT_OF_A_FEDERATION)
+        if state == NOT_BEGUN:
+            checkpoint |= {"optimizer_states": [], "lr_schedulers": [], "loops": None}
             return False
-        self.check(trainer, module, checkpoint, state, seed is not None)
-        if not is_begun:  # Lightning also starts from epoch 0
-            del checkpoint["loops"]
+        self._check_identity(self.identity(user_module(module)), state, has_seed)
+        if changed := changes(self._options, state["options"]):
+            rank_zero_warn(
+                f"resuming {trainer.ckpt_path} with other options: {changed}. The run is resumed,"
+                " but a single config does not reproduce it"
+            )
+        self.checkpoint = checkpoint
         return True
 
-    def check(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        checkpoint: dict[str, Any],
-        state: Any,
-        has_seed: bool,
+    def _check_identity(
+        self, identity: Mapping[str, Any], state: Mapping[str, Any], has_seed: bool = True
     ) -> None:
-        """Check that a checkpoint belongs to this federation, and warn if options differ.
-
-        Args:
-            trainer: The Trainer that resumes.
-            module: The module of the run.
-            checkpoint: The checkpoint.
-            state: State of the loop in it; None if it has none.
-            has_seed: Whether the seed of the run is set. It must then be that of the checkpoint.
-
-        Raises:
-            FederationError: If the checkpoint is damaged or belongs to another federation.
-        """
-        if state is None:
-            raise FederationError(NOT_OF_A_FEDERATION)
-        _check_round(checkpoint["loops"]["fit_loop"], state["round"])
-        for what, now in self.identity(user_module(module)).items():
+        """Check that a checkpoint belongs to this federation."""
+        for what, now in identity.items():
             if what == "seed" and not has_seed and "PL_GLOBAL_SEED" not in os.environ:
                 continue
             if (was := state[what]) != now:
@@ -324,12 +272,6 @@ class Resume:
                     f" {was!s:.100}, here it is {now}. To resume, {remedy}; to start a new run,"
                     " remove ckpt_path"
                 )
-        if changed := changes(self._options, state["options"]):
-            rank_zero_warn(
-                f"resuming {trainer.ckpt_path} with other options: {changed}. The run is resumed,"
-                " but a single config does not reproduce it"
-            )
-        self.checkpoint = checkpoint
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the progress of the run from the state of a checkpoint."""
@@ -356,19 +298,27 @@ class Resume:
         with error_context(f"{fit.trainer.ckpt_path} cannot be resumed", Exception):
             if not state:  # Lightning does not call load_state_dict then
                 raise FederationError(NOT_OF_A_FEDERATION)
-            self._check_restored(fit, state, checkpoint)
             self._load(fit, state, checkpoint)
-        now = {OPTIMIZER: type(fit.trainer.optimizers[0]).__name__}
-        if changed := changes(now, state["options"]):
+        if changed := changes(_optimizer(fit.trainer), state["options"]):
             rank_zero_warn(
                 f"resuming {fit.trainer.ckpt_path} with another optimizer: {changed}. Its parameter"
                 " groups have the options of the checkpoint, such as the learning rate"
             )
 
     def _load(self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
-        """Load what was checked."""
         module, runner = fit.runner.module, fit.runner
+        for callback in fit.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning):
+                # restores parameter groups, which Lightning would do later
+                callback.on_fit_start(fit.trainer, module)
+        self._check_identity({"exchanged": runner.num_parameters}, state)
+        fit.memory.check_stored(runner)
+        groups = [state["param_groups"] for state in checkpoint["optimizer_states"]]
+        for now, group in zip(fit.trainer.optimizers[0].param_groups, *groups, strict=True):
+            group |= {name: value for name, value in now.items() if name not in group}
         if state["server"] is not None:  # Lightning has loaded the validated model
+            for name, tensor in checkpoint["state_dict"].items():  # frozen ones are not saved
+                state["server"].setdefault(name, tensor)
             checkpoint = {**checkpoint, "state_dict": state["server"]}
             fit.module.on_load_checkpoint(checkpoint)
         # Load again, as Lightning loads before the precision plugin converts the module.
@@ -380,36 +330,10 @@ class Resume:
             what = f"{type(rule).__name__} cannot resume from the checkpoint's state"
             with error_context(f"{what}: restore its options, or remove ckpt_path", RuntimeError):
                 rule.load_state_dict(state[name])
-        _train_only(module, state["trained"])
+        # Callbacks freeze parameters in earlier rounds only.
+        for (part, name), is_trained in zip(_flags(module), state["trained"], strict=True):
+            setattr(part, name, is_trained)
         runner.base_lr = state["base_lr"]
-
-    def _check_restored(
-        self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]
-    ) -> None:
-        """Check everything before anything is loaded."""
-        policy = self._rules["policy"]
-        if "val_loss" in policy.learns_from and state["round"] and state["val_loss"] is None:
-            raise FederationError(f"{type(policy).__name__} needs 'val_loss', which is null")
-        for callback in fit.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, BaseFinetuning):
-                # restores parameter groups, which Lightning would do later
-                callback.on_fit_start(fit.trainer, fit.runner.module)
-        if (was := state["exchanged"]) != (now := fit.runner.num_parameters):
-            raise FederationError(
-                f"its clients exchange {was} parameter values, here they exchange {now}: restore"
-                " the network, exchange_frozen, and the parameters frozen at the start"
-            )
-        _check_lightning(fit.trainer, checkpoint)
-        fit.memory.check_stored(fit.runner)
-        saved, buffers = state["unsaved buffers"], unsaved_values(fit.runner.module)
-        if unknown := sorted(saved.keys() - unsaved_buffers(fit.runner.module).keys()):
-            raise FederationError(
-                f"the module has no non-persistent buffer {short_repr(unknown[0])}"
-            )
-        compare(saved, buffers, "'unsaved buffers'")
-        for name, rule in self._rules.items():
-            with error_context(f"{type(rule).__name__} cannot resume"):
-                check_rule(rule, state[name])
 
 
 def changes(now: Mapping[str, Any], was: Mapping[str, Any]) -> str:
@@ -430,11 +354,19 @@ def changes(now: Mapping[str, Any], was: Mapping[str, Any]) -> str:
     )
 
 
-def name_checkpoint(trainer: Trainer, undo: ExitStack) -> None:
-    """Raise a ``FederationError`` that names the file for any error of loading a checkpoint.
+def _optimizer(trainer: Trainer) -> dict[str, str]:
+    """Return the classes of the optimizer and its schedulers, as an option of a checkpoint."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    kinds = [type(each).__name__ for each in (*trainer.optimizers, *schedulers)]
+    return {"optimizer": ", ".join(kinds)}
+
+
+def load_by_name(trainer: Trainer, module: LightningModule, undo: ExitStack) -> None:
+    """Complete checkpoints that the Trainer loads, and name the file in any error of loading.
 
     Args:
         trainer: The Trainer that may load a checkpoint.
+        module: Its module, which has the frozen parameters that checkpoints leave out.
         undo: Clean-up functions, to which those of the replaced methods are added.
     """
 
@@ -453,132 +385,68 @@ def name_checkpoint(trainer: Trainer, undo: ExitStack) -> None:
 
         return named(wrapped)
 
+    def completed(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+        def wrapped(checkpoint: dict[str, Any]) -> None:
+            complete(checkpoint, user_module(module))
+            hook(checkpoint)
+
+        return wrapped
+
     connector = trainer._checkpoint_connector
+    undo.enter_context(replaced(module, "on_load_checkpoint", completed))
     undo.enter_context(replaced(connector, "restore_model", model))
     for name in ("restore_datamodule", "restore_callbacks", "restore_training_state"):
         undo.enter_context(replaced(connector, name, named))
 
 
-def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> None:
-    """Check the contents of a checkpoint, for any stage.
-
-    Args:
-        trainer: The Trainer that loads the checkpoint.
-        checkpoint: The checkpoint. Missing entries of Lightning's progress are added.
-        state: State of the loop in it; None if it has none.
-
-    Raises:
-        FederationError: If the checkpoint is damaged.
-    """
-    with error_context("it is damaged, or was changed"):
-        loops = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
-        now = {name: getattr(trainer, name).state_dict() for name in loops}
-        compare(checkpoint.setdefault("loops", {}), now, "loops", names="same")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
-            saved = checkpoint["callbacks"].get(callback.state_key)
-            for kind, like in _CALLBACKS.items():
-                if saved is not None and isinstance(callback, kind):
-                    with error_context(kind.__name__):
-                        compare(saved, like)
-                        if isinstance(callback, ModelCheckpoint):
-                            _check_paths(callback, saved)
-        if state is not None and state != NOT_BEGUN:
-            _check_state(state)
+def _check_paths(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    """Check that the saved paths, which a callback may remove, are checkpoints of the run."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
+        state = states.get(callback.state_key)
+        if not state or not isinstance(callback, ModelCheckpoint):
+            continue
+        names = ("best_model_path", "kth_best_model_path", "last_model_path")
+        for path in filter(None, [*map(state.get, names), *state["best_k_models"]]):
+            is_remote = "://" in path and not path.startswith(f"{callback.dirpath}/")
+            is_other = not path.endswith(callback.FILE_EXTENSION) or ".." in PurePath(path).parts
+            if is_other or is_remote:
+                raise FederationError(
+                    f"{short_repr(path)} is not where a checkpoint of this run may be"
+                )
 
 
-def _check_paths(callback: ModelCheckpoint, state: Mapping[str, Any]) -> None:
-    """Check that the saved paths, which the callback may remove, are checkpoints of the run."""
-    for path in filter(None, [*map(state.get, _PATHS), *state["best_k_models"]]):
-        is_remote = "://" in path and not path.startswith(f"{callback.dirpath}/")
-        is_other = not path.endswith(callback.FILE_EXTENSION) or ".." in PurePath(path).parts
-        if is_other or is_remote:
-            raise FederationError(
-                f"{short_repr(path)} is not where a checkpoint of this run may be"
-            )
-
-
-def _check_state(state: Mapping[str, Any]) -> None:
-    """Check that a ``FederatedLoop`` can have saved a state."""
-    compare(state, STATE)
-    compare(state["server"] or {}, {str: object}, "'server'")
-    if not 0 <= (lr := state["base_lr"]) <= 1e30:
-        raise FederationError(f"'base_lr' is {lr}, which is no learning rate")
-    rounds = [row.get("round") for row in state["rows"]]
-    if len(rounds) != state["round"] or rounds != list(range(1, len(rounds) + 1)):
-        raise FederationError(
-            f"'rows' are of the rounds {short_repr(rounds)}, and 'round' is {state['round']}"
-        )
-
-
-def _check_round(fit_loop: Mapping[str, Any], round: int) -> None:
-    """Check that the progress of Lightning is at the start of a round."""
-    # Lightning counts an epoch as completed after checkpoints are written.
-    ended = {"completed": range(round - 1, round + 1)}
-    begun = dict.fromkeys(("ready", "started", "processed"), range(round, round + 1))
-    with error_context(f"Lightning's epochs are not the {round} rounds"):
-        compare(fit_loop["epoch_progress"], dict.fromkeys(("total", "current"), begun | ended))
-    for name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
-        if len(set((count := fit_loop[name]["current"]).values())) > 1:
-            raise FederationError(f"it is in the middle of a batch: {short_repr(count)}")
-
-
-def _check_lightning(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Check the states of optimizers and schedulers; add missing names to them."""
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    for name, owners in (("optimizer_states", trainer.optimizers), ("lr_schedulers", schedulers)):
-        checkpoint[name] = checkpoint.get(name) if owners else []
-        now: list[Any] = [owner.state_dict() for owner in owners]
-        compare(checkpoint[name], now, name, names="added")
-        for owner, state in zip(owners, checkpoint[name], strict=True):
-            if shadow := next((k for k in state if callable(getattr(owner, str(k), None))), None):
-                raise FederationError(f"{name} has {short_repr(shadow)}, which is a method")
-    for state in checkpoint["optimizer_states"]:
-        state["state"] = {}  # empty between rounds; client state is in the store
-
-
-def check_rule(rule: nn.Module, state: Mapping[str, Any]) -> None:
-    """Check the state of an aggregator or a policy. Sizes of tensors may differ.
-
-    Args:
-        rule: The rule that will load the state.
-        state: The saved state. Loading checks for missing and unknown names.
-
-    Raises:
-        FederationError: If an entry has another type or another number of dimensions.
-    """
-    for name, now in rule.state_dict().items():
-        if name in state:
-            saved, like = state[name], now if isinstance(now, Tensor) else type(now)
-            if isinstance(saved, Tensor) and isinstance(now, Tensor) and saved.ndim == now.ndim:
-                like = torch.empty(saved.shape, dtype=now.dtype, device="meta")  # of any length
-            compare(saved, like, name)
-
-
-def unsaved_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return the owner of each non-persistent buffer of a module, and its name in the owner."""
-    return {
-        f"{path}.{name}" if path else name: (owner, name)
-        for path, owner in module.named_modules()
-        for name, _ in owner._buffers.items()  # scripted modules support items() only
-        if name in owner._non_persistent_buffers_set
-    }
+def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Return the name of each non-persistent buffer, its owner, and its name in the owner."""
+    for path, owner in module.named_modules():
+        for name, _ in owner._buffers.items():  # scripted modules support items() only
+            if name in owner._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), owner, name
 
 
 def unsaved_values(module: nn.Module) -> dict[str, Tensor]:
     """Return the non-persistent buffers of a module that are not None."""
-    owners = unsaved_buffers(module).items()
-    return {name: b for name, (owner, key) in owners if (b := owner._buffers[key]) is not None}
+    buffers = {name: owner._buffers[key] for name, owner, key in _unsaved_buffers(module)}
+    return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
 
 def load_unsaved(module: LightningModule, values: Mapping[str, Tensor]) -> None:
-    """Load what :func:`unsaved_values` has returned into a module."""
-    buffers = unsaved_buffers(module)
+    """Load what :func:`unsaved_values` has returned into a module.
+
+    Raises:
+        FederationError: If the module has other non-persistent buffers.
+    """
+    buffers = {name: (owner, key) for name, owner, key in _unsaved_buffers(module)}
+    now = unsaved_values(module)
+    other = {name for name, value in now.items() if value.shape != values.get(name, value).shape}
+    other |= (now.keys() - values.keys()) | (values.keys() - buffers.keys())
+    if other:
+        raise FederationError(f"non-persistent buffers are missing or differ: {sorted(other)}")
     for name, saved in values.items():
         owner, key = buffers[name]
-        if (buffer := owner._buffers[key]) is None:
-            owner._buffers[key] = saved.to(module.device, copy=True)
+        if name in now:
+            now[name].copy_(saved)
         else:
-            buffer.copy_(saved)
+            owner._buffers[key] = saved.to(module.device, copy=True)
 
 
 def _flags(module: nn.Module) -> list[tuple[Any, str]]:
@@ -586,12 +454,3 @@ def _flags(module: nn.Module) -> list[tuple[Any, str]]:
     flags: list[tuple[Any, str]] = [(param, "requires_grad") for param in module.parameters()]
     name = "track_running_stats"
     return flags + [(part, name) for part in module.modules() if name in vars(part)]
-
-
-def _train_only(module: LightningModule, trained: list[bool]) -> None:
-    """Restore which parameters are frozen, as callbacks freeze them in earlier rounds only."""
-    flags = _flags(module)
-    if len(flags) != len(trained):
-        raise FederationError(f"'trained' has {len(trained)} entries, here there are {len(flags)}")
-    for (part, name), is_trained in zip(flags, trained, strict=True):
-        setattr(part, name, is_trained)

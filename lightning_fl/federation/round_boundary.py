@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from lightning_fl.hooks import replaced
+from lightning_fl.runners.constants import LEFT_OUT, describe_tensors
 
 #: Returns the client state in the form in which it is saved.
 Store = Callable[[], list[dict[str, Any]]]
@@ -56,8 +57,8 @@ class RoundBoundary:
 
     def __init__(self, trainer: Trainer, key: str) -> None:
         self._trainer, self._key = trainer, key
-        #: Tensors that do not change in the fit, so that checkpoints need no copy of them.
-        self.constants: Iterable[Tensor] = ()
+        #: Constant parameters that checkpoints leave out, by name.
+        self.left_out: Mapping[str, Tensor] = {}
         self._last: _Boundary | None = None
         self._undo = ExitStack()
         #: Whether a boundary is being recorded, for which the loop adds its state separately.
@@ -81,19 +82,20 @@ class RoundBoundary:
         return self._last is not None and name in self._last.checkpoint
 
     def call_before_checkpoints(self, close: Callable[[], None], undo: ExitStack) -> None:
-        """Call a function after all epoch-end hooks except those of ``Checkpoint`` callbacks.
+        """Call ``close`` after all epoch-end hooks except those of ``Checkpoint`` callbacks."""
 
-        Args:
-            close: The function.
-            undo: Clean-up functions of the fit, to which those of the hooks are added.
-        """
-        after = partial(_after, close)
-        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Checkpoint):
-                undo.enter_context(replaced(callback, "on_train_epoch_end", after))
-        # Lightning calls this next if there are no Checkpoint callbacks.
-        logs = self._trainer._logger_connector
-        undo.enter_context(replaced(logs, "on_epoch_end", after))
+        def after(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            close()
+            return hook(*args, **kwargs)
+
+        # Lightning ends the epoch of its logs next if there are no Checkpoint callbacks.
+        hooks: list[tuple[Any, str]] = [(self._trainer._logger_connector, "on_epoch_end")]
+        hooks += [(c, "on_train_epoch_end") for c in self._callbacks() if isinstance(c, Checkpoint)]
+        for owner, name in hooks:
+            undo.enter_context(replaced(owner, name, partial(partial, after)))
+
+    def _callbacks(self) -> list[Any]:
+        return self._trainer.callbacks  # type: ignore[attr-defined,no-any-return]
 
     # --- the boundary -----------------------------------------------------------------------------
 
@@ -108,7 +110,7 @@ class RoundBoundary:
         """
         checkpoint = self._now(False)
         constant = {name: checkpoint.pop(name) for name in _CONSTANT if name in checkpoint}
-        checkpoint = self._deep_copy(checkpoint) | constant
+        checkpoint = deep_copy(checkpoint) | constant
         for optimizer in checkpoint["optimizer_states"]:
             optimizer["state"] = {}  # empty between rounds; client state is in the store
         if not is_begun:
@@ -135,32 +137,34 @@ class RoundBoundary:
         checkpoint: dict[str, Any] = _unshared(last.checkpoint)
         callbacks = checkpoint["callbacks"]
         state = callbacks[self._key] = self._own_state(last)
-        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in self._callbacks():
             if isinstance(callback, Checkpoint) and (now := callback.state_dict()):
                 callbacks[callback.state_key] = deep_copy(now)
         if last.is_passed or weights_only:
             validated = self._now(weights_only)
             if last.is_passed:
                 state["server"] = checkpoint["state_dict"]
-                checkpoint["state_dict"] = self._deep_copy(validated["state_dict"])
+                checkpoint["state_dict"] = deep_copy(validated["state_dict"])
             if weights_only:
                 checkpoint = {k: checkpoint.get(k, value) for k, value in validated.items()}
+        if self.left_out:
+            checkpoint[LEFT_OUT] = self._of_left_out
         return checkpoint
 
-    def _deep_copy(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a deep copy that shares the constant tensors."""
-        copied: dict[str, Any] = deep_copy(
-            checkpoint, {place(t): t.detach() for t in self.constants}
-        )
-        return copied
+    @cached_property
+    def _of_left_out(self) -> dict[str, Any]:
+        return describe_tensors(self.left_out)
 
     def _now(self, weights_only: bool | None) -> dict[str, Any]:
         """Return Lightning's current checkpoint, without the state of the loop."""
         was, self.is_noting = self.is_noting, True
         try:
-            return self._lightnings(weights_only)
+            checkpoint = self._lightnings(weights_only)
         finally:
             self.is_noting = was
+        for name in self.left_out:
+            checkpoint["state_dict"].pop(name, None)
+        return checkpoint
 
     def state(self) -> dict[str, Any]:
         """Return the state of the loop at the boundary."""
@@ -183,30 +187,22 @@ class RoundBoundary:
         return found
 
 
-def _after(first: Callable[[], None], hook: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return hook(*args, **kwargs)
-
-    return wrapped
-
-
 def deep_copy(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
     """Return a deep copy in which tied parameters stay tied.
 
     Args:
         value: Containers of tensors, numbers and strings. Other objects are copied with
             ``copy.deepcopy``. Objects that cannot be copied are returned unchanged.
-        copies: Copies of tensors made so far.
+        copies: Copies of tensors made so far, by their memory and shape.
     """
     copies = {} if copies is None else copies
     if isinstance(value, Tensor):
-        if value.layout != torch.strided:
+        if value.layout != torch.strided or not value.numel():
             return value.detach().clone()
-        key = place(value)
-        if not value.numel() or key not in copies:
-            copies[key] = value.detach().clone()
-        return copies[key]
+        place = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        if place not in copies:
+            copies[place] = value.detach().clone()
+        return copies[place]
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, dict):
@@ -220,11 +216,6 @@ def deep_copy(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
         return copy.deepcopy(value)
     except Exception:  # deepcopy may raise any exception
         return value
-
-
-def place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is the same for tensors with the same memory and shape."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _unshared(value: Any) -> Any:

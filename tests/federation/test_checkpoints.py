@@ -1,0 +1,370 @@
+"""Files of checkpoints: damaged and hostile ones, and those of another federation."""
+
+import os
+import pickle
+import sys
+import zipfile
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import nn
+
+from lightning_fl.aggregators import PFNM, ClusteredFL, FedAdam
+from lightning_fl.callbacks import AtomicCheckpointIO, ClientFaults, FederatedLoop, RoundCheckpoint
+from lightning_fl.cli import main
+from lightning_fl.models.weights import load_weights
+from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient
+from lightning_fl.runners import VectorizedClients
+from lightning_fl.transforms import TopK
+from lightning_fl.types import FederationError
+
+VERSION = {"pytorch-lightning_version": "2.6"}
+
+
+def load(path, **options):
+    return AtomicCheckpointIO().load_checkpoint(path, **options)
+
+
+@pytest.fixture
+def federation(trainer, data, linear, tmp_path):
+    """Run or resume a federation; a run writes its checkpoints to one folder."""
+
+    def run(rounds=1, ckpt_path=None, loop=None, command="fit", make=linear, clients=4, **options):
+        runner = trainer(
+            loop,
+            rounds=rounds,
+            callbacks=[RoundCheckpoint(str(tmp_path / "run")), ClientFaults()],
+            enable_checkpointing=True,
+        )
+        module = make(features=6)
+        federated = data(num_clients=clients)
+        getattr(runner, command)(module, datamodule=federated, ckpt_path=ckpt_path, **options)
+
+    return run
+
+
+# --- damaged files --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint") / "last.ckpt"
+    tree = {**VERSION, "state_dict": {"a": torch.ones(999)}, "epoch": 3}
+    AtomicCheckpointIO().save_checkpoint(tree, path)
+    return path.read_bytes()
+
+
+@settings(max_examples=60, derandomize=True, database=None, deadline=None)
+@given(at=st.floats(0, 0.9999), piece=st.binary(max_size=4), cut=st.sampled_from([0, 1, 4, 10**6]))
+def test_damaged_file_is_refused_or_read_as_it_was(content, tmp_path_factory, at, piece, cut):
+    at = int(at * len(content))
+    path = tmp_path_factory.getbasetemp() / "damaged.ckpt"
+    path.write_bytes(content[:at] + piece + content[at + cut :])
+    with suppress(FederationError):  # any other error fails
+        tree = load(path)  # some bytes of an archive mean nothing
+        assert tree["epoch"] == 3
+        assert tree["state_dict"]["a"].tolist() == [1] * 999
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02}q\x00.", b"PK\x05\x06" + bytes(18)])
+def test_file_that_is_no_archive_is_refused(tmp_path, content):
+    (tmp_path / "a.ckpt").write_bytes(content)
+    with pytest.raises(FederationError, match=r"a.ckpt is damaged, or not a checkpoint"):
+        load(tmp_path / "a.ckpt")
+    with pytest.raises(FederationError, match=r"absent.ckpt is damaged.*No such file"):
+        load(tmp_path / "absent.ckpt")
+
+
+@pytest.mark.parametrize("tree", [[1], {"state_dict": {}}], ids=["list", "weights"])
+def test_file_of_torch_that_is_no_checkpoint_is_refused(tmp_path, tree):
+    torch.save(tree, tmp_path / "a.ckpt")
+    with pytest.raises(FederationError, match="not a checkpoint of Lightning"):
+        load(tmp_path / "a.ckpt")
+
+
+# --- hostile files --------------------------------------------------------------------------------
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+@pytest.mark.parametrize("where", ["top", "state", "weights"])
+def test_hostile_file_runs_no_code(tmp_path, monkeypatch, where):
+    tree = {**VERSION, "state_dict": {}, "callbacks": {"Loop": {}}}
+    spot = {"top": tree, "state": tree["callbacks"]["Loop"], "weights": tree["state_dict"]}[where]
+    spot["x"] = Payload(tmp_path / "ran")
+    torch.save(tree, tmp_path / "hostile.ckpt")
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # many set it for other projects
+    with pytest.raises(
+        FederationError, match=r"holds more than data: .*nsupported GLOBAL posix.mkdir"
+    ):
+        load(tmp_path / "hostile.ckpt")
+    assert not (tmp_path / "ran").exists()
+    # A user who trusts a checkpoint can say so.
+    load(tmp_path / "hostile.ckpt", weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
+def test_pickle_runs_no_code(tmp_path):
+    (tmp_path / "a.ckpt").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    with pytest.raises(FederationError, match="not a zip file"):
+        load(tmp_path / "a.ckpt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_file_from_the_web_runs_no_code(monkeypatch):
+    """Lightning's default for these is weights_only=False."""
+    given = []
+    monkeypatch.setattr(
+        TorchCheckpointIO, "load_checkpoint", lambda self, *args: given.append(args[2]) or {}
+    )
+    with pytest.raises(FederationError, match="not a checkpoint of Lightning"):
+        load("http://localhost/last.ckpt")
+    assert given == [True]
+
+
+def test_weights_of_a_network_run_no_code(tmp_path):
+    path = str(tmp_path / "weights.pt")
+    torch.save({"x": Payload(tmp_path / "ran")}, path)
+    with pytest.raises(FederationError, match=r"weights=.*weights.pt' cannot be loaded"):
+        load_weights(nn.Linear(2, 2), path, "head")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_compressed_file_is_not_unpacked(content, tmp_path):
+    (tmp_path / "last.ckpt").write_bytes(content)
+    with (
+        zipfile.ZipFile(tmp_path / "last.ckpt") as old,
+        zipfile.ZipFile(tmp_path / "bomb.ckpt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(FederationError, match=r"bomb.ckpt is compressed, which"):
+        load(tmp_path / "bomb.ckpt")
+
+
+def command(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["lightning-fl", *args])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 2
+
+
+def test_file_does_not_choose_the_class_of_the_model(tmp_path, monkeypatch, capsys):
+    """Lightning's command line makes the model that hyperparameters of a checkpoint name."""
+    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tree = {**VERSION, "state_dict": {}, "hyper_parameters": {"_class_path": "evil.Model"}}
+    torch.save(tree, tmp_path / "a.ckpt")
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+    command(
+        monkeypatch, "test", "--config=digits.yaml", f"--ckpt_path={tmp_path / 'a.ckpt'}", *quiet
+    )
+    assert "the model does not match the checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_command_line_refuses_a_hostile_file_in_one_line(tmp_path, monkeypatch, capsys):
+    torch.save({**VERSION, "x": Payload(tmp_path / "ran")}, tmp_path / "a")
+    command(monkeypatch, "test", "--config", "digits.yaml", f"--ckpt_path={tmp_path / 'a'}")
+    error = capsys.readouterr().err
+    assert error.startswith(f"lightning-fl: error: {tmp_path / 'a'} is damaged, or not a")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "ran").exists()
+
+
+# --- files that do not fit ------------------------------------------------------------------------
+
+
+def reinforce():
+    policy = DiscreteGaussianReinforce({"lr": [0.1, 0.2]})
+    return FederatedLoop(buffers="average", policy=policy, update_transforms=[TopK(0.5)])
+
+
+def others_files(*paths):
+    """Name files in the state of a callback that removes files."""
+
+    def change(tree, state, folder):
+        key = next(key for key in tree["callbacks"] if key.startswith("RoundCheckpoint"))
+        for path in paths:
+            tree["callbacks"][key]["best_k_models"][path] = torch.tensor(1.0)
+        state.clear()  # a run that has not begun is not compared
+        state["round"] = 0
+
+    return change
+
+
+#: Changes of a file, and words of the message.
+CHANGES = {
+    "code": (lambda t, s, path: t.update(x=Payload(path)), "holds more than data"),
+    "weight": (lambda t, s, path: t["state_dict"].pop("net.weight"), "Missing key.s. in state_dic"),
+    "weights": (lambda t, s, path: t.pop("state_dict"), "'state_dict' is missing"),
+    "callbacks": (lambda t, s, path: t.pop("callbacks"), "was not written by a federation"),
+    "entry": (lambda t, s, path: s.pop("rows"), "cannot be loaded: 'rows' is missing"),
+    "remote": (others_files("s3://a/b.ckpt"), "is not where a checkpoint of this run may be"),
+    "outside": (others_files("/runs/../a.ckpt"), "is not where a checkpoint of this run may be"),
+    "config": (others_files("/runs/a.yaml"), "is not where a checkpoint of this run may be"),
+    "callback": (
+        lambda t, s, path: t["callbacks"].update(ClientFaults={"virtual_time": 0.5}),
+        "cannot be loaded: 'happened' is missing",
+    ),
+    "optimizer": (lambda t, s, path: t.pop("optimizer_states"), "'optimizer_states' is missing"),
+    "loops": (lambda t, s, path: t["loops"].clear(), "cannot be loaded: 'fit_loop' is missing"),
+    "name": (lambda t, s, path: s["store"][0].update(name="x"), "client 0 keeps 'x' of shape"),
+    "buffer": (
+        lambda t, s, path: s["unsaved buffers"].update(x=torch.ones(3)),
+        r"non-persistent buffers are missing or differ: \['x'\]",
+    ),
+    "policy": (
+        lambda t, s, path: s["policy"].update(x=3),
+        "Reinforce cannot resume from the checkpoint's state: restore its options",
+    ),
+    "server": (lambda t, s, path: s.update(server={"x": torch.ones(3)}), "is of another network"),
+    "flags": (lambda t, s, path: s.update(trained=[]), "cannot be resumed"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
+def test_changed_file_is_refused_and_no_file_changes(federation, tmp_path, change, words):
+    federation(1, loop=reinforce())
+    path = tmp_path / "run" / "last.ckpt"
+    tree = torch.load(path, weights_only=True)
+    change(tree, tree["callbacks"]["FederatedLoop"], tmp_path / "ran")
+    torch.save(tree, path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(FederationError, match=words) as error:
+        federation(2, path, loop=reinforce())
+    assert str(path) in str(error.value)
+    assert str(error.value).isprintable()
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_file_of_another_federation_is_refused_by_name(federation, linear, tmp_path):
+    federation(1)
+    path = tmp_path / "run" / "last.ckpt"
+
+    def wider(features):
+        module = linear(features=features)
+        module.net = nn.Linear(features, 2).double()
+        return module
+
+    def queue(features):
+        module = linear(features=features)
+        module.register_buffer("queue", torch.zeros(2), persistent=False)
+        return module
+
+    others = [
+        ({"clients": 5}, "its num_clients is 4, here it is 5. To resume, restore the original num"),
+        ({"make": wider}, "the model does not match the checkpoint: .*size mismatch"),
+        ({"make": queue}, r"non-persistent buffers are missing or differ: \['queue'\]"),
+        ({"loop": FederatedLoop(FedAdam())}, "aggregator_class is FedAvg, here it is FedAdam"),
+        ({"loop": FederatedLoop(seed=3)}, "its seed is 0, here it is 3. To resume, set seed_every"),
+        ({"loop": FederatedLoop(optimizer_state="keep")}, "its optimizer_state is reset, here"),
+    ]
+    for options, words in others:
+        with pytest.raises(FederationError, match=f"{path} cannot be .*{words}"):
+            federation(2, path, **options)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda module: module, lambda module: VectorizedClients(module, group_size=2)]
+)
+def test_optimizer_of_the_same_kind_goes_on(federation, foreign, tmp_path, wrap):
+    def make(**options):
+        module = foreign(**options)
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        steps = torch.optim.lr_scheduler.MultiStepLR(sgd, [3, 9])
+        module.register_buffer("late", torch.ones(2), persistent=False)
+        module.configure_optimizers = lambda: ([sgd], [steps])
+        return wrap(module)
+
+    for rounds, path in ((1, None), (2, tmp_path / "run" / "last.ckpt")):
+        loop = FederatedLoop(optimizer_state="keep", buffers="local")
+        federation(rounds, path, loop=loop, make=make)
+    assert loop.round == 2
+
+
+# --- states of rules ------------------------------------------------------------------------------
+
+
+def clustered():
+    rule = ClusteredFL(warmup=0)
+    rule.start(torch.zeros(6))
+    return rule
+
+
+def fedadam():
+    rule = FedAdam()
+    rule.start(torch.zeros(6))
+    return rule
+
+
+def reinforced():
+    return DiscreteGaussianReinforce({"lr": [0.1, 0.2]})
+
+
+def personalized():
+    return PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}], "reward", monitor="val_loss")
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "words"),
+    [
+        (clustered, {"cluster_of": torch.full((3,), 5)}, "has models of 1 clusters, and its"),
+        (
+            fedadam,
+            {"_extra_state": {"kind": "Adaptive", "state": {0: {"step": 3}}}},
+            "Adaptive rejected",
+        ),
+        (reinforced, {"mean": torch.full((2,), torch.nan)}, "policy of the checkpoint is invalid"),
+        (reinforced, {"rewards": torch.zeros(7).double()}, "scores, 7 rewards"),
+        (personalized, {"logits": torch.full((2,), torch.nan)}, "has non-finite"),
+    ],
+)
+def test_inconsistent_state_of_a_rule_is_refused(make, change, words):
+    state = make().state_dict()
+    make().load_state_dict(state)
+    with pytest.raises(FederationError, match=words):
+        make().load_state_dict({**state, **change})
+
+
+def test_inconsistent_networks_to_match_are_refused(linear):
+    rule = PFNM(gamma=1.0, client_variance=1.0, prior_variance=1.0)
+    module = linear(features=6)
+    module.net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1))
+    module.forward = module.net.forward
+    rule.prepare(module, lambda: (torch.randn(2, 6),))
+    rule.start(torch.zeros(33))
+    good = {name: tensor.clone() for name, tensor in rule.state_dict().items()}
+    good |= {"merged": torch.ones(41), "shapes": torch.tensor([[5, 6], [1, 5]])}
+    good |= {"places": torch.tensor([[[3, 0, 4, 1, 2]], [[0, 3, 2, 1, 0]]])}
+    places = [
+        [[[3, 0, 4, 1, 5]]],  # an atom that is not there
+        [[[3, 0, 4, 1, -2]]],
+        [[[3, 0, 4, 0, 2]]],  # two neurons of one atom
+        [[[3, 0, 4, 1, -1]]],  # a neuron without one
+        [[[64, 0, 4, 1, 2]]],  # a client that is not known
+        [[[-1, 0, 4, 1, 2]]],
+        [[[3, 0, 4, 1, 2]], [[3, 0, 4, 1, 2]]],
+        [[[3, 0, 4, 1, 2], [3, 0, 4, 1, 2]]],  # a layer too many
+    ]
+    for bad in (
+        *({"places": torch.tensor(each)} for each in places),
+        {"merged": torch.ones(7), "shapes": torch.tensor([[4, 6], [1, 4]])},
+        {"starts": torch.ones(3, 3)},
+        {"known": torch.ones(3).bool()},
+    ):
+        with pytest.raises(FederationError, match="the checkpoint is inconsistent"):
+            rule.load_state_dict({**good, **bad})
+        rule.load_state_dict(good)
