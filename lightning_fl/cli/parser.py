@@ -59,7 +59,15 @@ class HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser, whose errors suggest a known name for an unknown one."""
+    """Lightning's parser, with a shorter help, and errors that suggest a known name."""
+
+    def format_help(self) -> str:
+        """Return the help: only that of ``fit`` has the options of a configuration."""
+        if not self.prog.endswith("fit"):
+            for action in self._actions:
+                if action.dest not in OF_ALL:
+                    action.help = SUPPRESS
+        return super().format_help()
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message and a suggestion, and exit."""
@@ -86,7 +94,7 @@ HELP = {
 
 
 #: Options in the help of the commands other than ``fit``.
-OF_ALL = ("help", "config", "print_config", "threads", "ckpt_path", "weights_only")
+OF_ALL = ("help", "config", "print_config", "threads", "ckpt_path", "weights_only", "subcommand")
 
 
 #: Options of all parsers; ``prog`` also with ``python -m lightning_fl``.
@@ -99,13 +107,11 @@ PARSER = {
 
 
 def describe(parser: LightningArgumentParser, command: str) -> None:
-    """Set the help of a command: that of ``fit`` has all options."""
+    """Set the texts of the help of a command."""
     parser.usage = f"lightning-fl {command} --config FILE [options]"
     parser.description = FIT if command == "fit" else f"{COMMANDS[command]} {WITH_FIT}"
     for action in parser._actions:
         action.help = HELP.get(action.dest, action.help)
-        if command != "fit" and action.dest not in OF_ALL:
-            action.help = SUPPRESS
 
 
 def check_file(path: str) -> None:
