@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from argparse import SUPPRESS, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, HelpFormatter, RawDescriptionHelpFormatter
 from inspect import signature
 from typing import Any, NoReturn
 
@@ -54,20 +54,20 @@ FIT = f"""{COMMANDS["fit"]} The options that most runs set:
 """
 
 
-class HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+class _Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
     """Keep the lines of a description."""
 
 
 class Parser(LightningArgumentParser):
     """Lightning's parser, with a shorter help, and errors that suggest a known name."""
 
-    def format_help(self) -> str:
+    def format_help(self, formatter: HelpFormatter | None = None) -> str:
         """Return the help: only that of ``fit`` has the options of a configuration."""
         if not self.prog.endswith("fit"):
             for action in self._actions:
                 if action.dest not in OF_ALL:
                     action.help = SUPPRESS
-        return super().format_help()
+        return super().format_help(formatter)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message and a suggestion, and exit."""
@@ -100,8 +100,7 @@ OF_ALL = ("help", "config", "print_config", "threads", "ckpt_path", "weights_onl
 #: Options of all parsers; ``prog`` also with ``python -m lightning_fl``.
 PARSER = {
     "prog": "lightning-fl",
-    "usage": "lightning-fl COMMAND --config FILE [options]",
-    "formatter_class": HelpFormatter,
+    "formatter_class": _Formatter,
     "allow_abbrev": False,
 }
 

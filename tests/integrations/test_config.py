@@ -157,7 +157,7 @@ def test_further_options_change_the_configuration(config):
     ("parts", "message"),
     [
         ({"federation": {"aggregator": "PFNM"}}, "PFNM replaces the network"),
-        ({"federation": {"policy": "RepresentationMatchingReinforce"}}, "lightning-fl: error"),
+        ({"federation": {"policy": "RepresentationMatchingReinforce"}}, "error: "),
         ({"trainer": {"max_epochs": -1}}, "no number of rounds"),
         ({"trainer": {"max_epochs": 3, "precision": "bf16-true"}}, "Flower cannot send"),
         ({"data": {**DIGITS, "init_args": {"stream_steps": 2}}}, "stream_steps=2 changes"),
