@@ -138,10 +138,7 @@ class FederatedCLI(LightningCLI):
         self, klass: type, subcommand: str, **kwargs: Any
     ) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        # Do not execute code in checkpoints, and do not test random parameters.
-        parser.set_defaults({"weights_only": True})
-        if subcommand != "fit":
-            parser.set_defaults({"ckpt_path": "last"})
+        parser.set_defaults({"weights_only": True})  # do not execute code in checkpoints
         describe(parser, subcommand)
         return parser
 
@@ -155,6 +152,8 @@ class FederatedCLI(LightningCLI):
         root = Path(config.trainer.default_root_dir or ".").absolute()
         runs = version_folders(root)
         new = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
+        if subcommand != "fit":  # do not test random parameters
+            config.ckpt_path = config.ckpt_path or "last"
         requeued = self._requeued(runs) if subcommand == "fit" else None
         self.is_requeued = requeued is not None
         self.run_folder = requeued or (runs[-1] if runs else new)
@@ -274,7 +273,7 @@ class FederatedCLI(LightningCLI):
         """Return the configuration as YAML, with which the command can be repeated."""
         config = self.config[self.subcommand].clone()
         for name in ("config", "ckpt_path"):
-            if config.get(name) is None:  # ckpt_path: null would test random parameters
+            if config.get(name) is None:
                 config.pop(name, None)
         text: str = self._parser(self.subcommand).dump(
             config, skip_none=False, skip_validation=True

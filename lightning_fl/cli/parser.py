@@ -84,7 +84,7 @@ class Parser(LightningArgumentParser):
 #: Help of options that have another meaning here than in Python.
 HELP = {
     "ckpt_path": "Path of a checkpoint, or last: the checkpoint of the newest run. A fit resumes"
-    " from it.",
+    " from it; the other commands take last by default.",
     "weights_only": "Whether checkpoints are read as data. A checkpoint that contains other objects"
     " requires false: set it for files that you trust only, because they can run code.",
     "trainer.default_root_dir": "Folder of the runs. Each fit has a new folder version_N in it.",

@@ -145,8 +145,11 @@ def export(words: Sequence[str], output: str) -> None:
         output: Folder of the app.
     """
     cli = _parts(words, "data", "model", "federation")
-    found, files = cli.configuration(), cli.config.fit.config
-    for path in write_flower_app(found, Path(files[-1].absolute), output):
+    files = [file for file in cli.config.fit.config or () if file is not None]
+    if not files:
+        raise FederationError("export takes the file of a configuration, such as digits.yaml")
+    found = cli.configuration()
+    for path in write_flower_app(found, Path(files[0].absolute), output):
         print(f"Written to {short_path(path.absolute())}")
     if found.left_out:
         print(f"The app leaves out: {', '.join(found.left_out)}")

@@ -178,6 +178,12 @@ def test_bf16_of_lightning_is_mixed_and_keeps_the_parameters_in_float32(config):
     assert read_config("app/config.yaml").trainer["precision"] == "bf16"
 
 
+def test_app_needs_the_file_of_a_configuration(config, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        quick_cli.call("export", "flower", "--config", CONFIG)
+    assert "export takes the file of a configuration" in capsys.readouterr().err
+
+
 def test_a_folder_with_files_is_not_overwritten(config):
     Path("app").mkdir()
     Path("app/notes.txt").write_text("mine")
