@@ -860,7 +860,7 @@ def test_the_data_of_a_config_is_split_without_training(tmp_path, monkeypatch, c
 def test_partition_without_a_config_says_so(capsys):
     with pytest.raises(SystemExit):
         quick_cli.call("partition", "--output=out")
-    assert "config" in capsys.readouterr().err
+    assert "--config FILE" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         quick_cli.call("partition", "--help")
     assert ended.value.code == 0

@@ -119,6 +119,7 @@ class FederatedCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments, and check the configurations."""
         self.words = args
+        parser.usage = "lightning-fl COMMAND --config FILE [options]"
         for path in (word.rpartition("=")[2] for word in args):
             if path.endswith((".yaml", ".yml")) and Path(path).is_file():
                 check_file(path)
