@@ -178,7 +178,7 @@ def test_the_pythons_of_the_classifiers_are_tried():
 
 
 def test_the_script_of_the_release_finds_commands_and_code():
-    commands = try_release.commands_of(project.README)
+    commands = try_release.commands_of((project.FILES / "README.md.txt").read_text())
     assert f"lightning-fl fit --config config.yaml {try_release.FEW_ROUNDS}" in commands
     assert "lightning-fl report runs/version_0" in commands
     code = try_release.own_module()
@@ -192,6 +192,7 @@ def test_the_wheel_holds_every_module_and_config_once_and_nothing_else(wheel):
     configs = {f"lightning_fl/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.yaml")}
     others = {"lightning_fl/py.typed", *(f"lightning_fl/report/page.{s}" for s in ("html", "js"))}
     others |= {"lightning_fl/methods/index.md"}  # what `lightning-fl methods` reads
+    others |= {f"lightning_fl/cli/project_files/{path.name}" for path in project.FILES.iterdir()}
     assert names == Counter(modules() | configs | others)
 
 

@@ -1,15 +1,54 @@
-"""Arguments of the commands that have no Trainer, and names of configurations."""
+"""The commands and their arguments, except the options of ``fit``, which Lightning knows.
+
+Nothing here imports torch or Lightning, which take seconds.
+"""
 
 from __future__ import annotations
 
-import re
-from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from difflib import get_close_matches
 from glob import glob
+from importlib.metadata import version
 from pathlib import Path
 
 #: Configurations that come with the package.
 CONFIGS = Path(__file__).parents[1] / "configs"
+#: Commands with their descriptions.
+COMMANDS = {
+    "init": "Write a minimal project: a module, a configuration and a README.",
+    "configs": "List the configurations that come with the package.",
+    "methods": "List the methods, with name, paper and configuration.",
+    "fit": "Train a federation.",
+    "check": "Check that results do not depend on order, interruptions, vectorization, processes.",
+    "validate": "Evaluate a checkpoint on the validation samples.",
+    "test": "Evaluate a checkpoint on the test samples, and write test.json.",
+    "predict": "Write the predictions of a checkpoint for the test samples.",
+    "report": "Write an HTML report of one run, or a comparison of several runs.",
+    "partition": "Show how the data of a configuration is split, without training.",
+    "export": "Write an app that runs a configuration on the machines of a deployment.",
+    "completion": "Print a script that completes commands and options in a shell.",
+}
+#: Commands whose options are those of a configuration.
+OF_TRAINER = ("fit", "validate", "test", "predict")
+#: Commands that take options of their own and those of ``fit``, with what they need.
+OF_CONFIG = {"check": "FILE", "partition": "FILE", "export": "flower FILE"}
+WITH_FIT = "Further options are those of fit, such as --data.init_args.num_clients=20."
+DETAILS = {
+    "check": "It trains a small federation again with one thing changed, and compares the final"
+    " models: the clients in reverse order (order), continued after the first round by a new"
+    " process (resume), clients that train at once (vectorized), two processes (processes), and one"
+    " client with all samples beside Lightning without a loop (plain). The exit code is 1 if a"
+    " result differs.",
+    "completion": "For bash: lightning-fl completion bash >"
+    " ~/.local/share/bash-completion/completions/lightning-fl",
+}
+COLUMNS = ["order", "resume", "vectorized", "processes", "plain"]
+EXAMPLE = """\
+lightning-fl COMMAND --help describes the options of a command. A first run:
+
+  lightning-fl fit --config digits.yaml
+"""
 
 
 def short_path(path: Path) -> Path:
@@ -17,79 +56,118 @@ def short_path(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def config_files(args: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield the position and the path of each file of a configuration on a command line.
+def with_configs(words: Sequence[str]) -> list[str]:
+    """Return the arguments of a command with its configurations as ``--config`` and a path.
 
-    A value that does not end as a YAML file may be the text of a configuration.
-
-    Args:
-        args: Arguments of the command line.
-
-    Example:
-        >>> list(config_files(["fit", "--config=a.yaml", "-c", "b.yaml", "-c", "{model: null}"]))
-        [(1, 'a.yaml'), (3, 'b.yaml')]
-    """
-    before = ""
-    for at, arg in enumerate(args):
-        is_value = arg.startswith("--config=") or before in ("--config", "-c")
-        if is_value and arg.endswith((".yaml", ".yml")):
-            yield at, arg.removeprefix("--config=")
-        before = arg
-
-
-def with_shipped_configs(args: Sequence[str]) -> list[str]:
-    """Resolve ``--config digits.yaml`` to the configuration that comes with the package.
-
-    An existing file with this name takes precedence.
+    ``--config`` may be left out before the name of a file. A file that does not exist may be one
+    that comes with the package.
 
     Args:
-        args: Arguments of the command line.
+        words: Arguments of the command line.
 
     Example:
-        >>> *_, found = with_shipped_configs(["fit", "-c", "digits.yaml"])
-        >>> Path(found).is_file()
+        >>> with_configs(["fit", "a.yaml", "--config=b.yaml", "--data", "c.yaml"])
+        ['fit', '--config', 'a.yaml', '--config=b.yaml', '--data', 'c.yaml']
+        >>> Path(with_configs(["fit", "digits.yaml"])[-1]).is_file()
         True
     """
-    found = list(args)
-    for at, path in config_files(args):
-        shipped = CONFIGS / path.removeprefix("configs/")
-        if not Path(path).exists() and shipped.is_file():
-            found[at] = found[at].removesuffix(path) + str(shipped)
+    found: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        option, _, value = word.rpartition("=")
+        if value.endswith((".yaml", ".yml")):
+            is_value = option or (before.startswith("-") and "=" not in before)
+            shipped = CONFIGS / value.removeprefix("configs/")
+            if shipped.is_file() and not Path(value).exists():
+                word = word.removesuffix(value) + str(shipped)
+            found += [] if is_value else ["--config"]
+        found.append(word)
     return found
 
 
-def report_parser() -> ArgumentParser:
-    """Return the parser of ``lightning-fl report``."""
-    parser = ArgumentParser(
-        prog="lightning-fl report",
-        description="Write an HTML report of one run, or a comparison of several runs.",
-        allow_abbrev=False,
+def did_you_mean(words: Sequence[str], names: Sequence[str]) -> str:
+    """Return which names are similar to words that are none of them; empty if no name is.
+
+    Example:
+        >>> did_you_mean(["Key", "Dirichlett", "IID"], ["Dirichlet", "IID"])
+        'did you mean Dirichlet?'
+    """
+    by_lower_case = {name.lower(): name for name in names}
+    similar = [
+        by_lower_case[match]
+        for word in dict.fromkeys(words)
+        for match in get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.8)
+        if word not in names and word[0].isupper() == by_lower_case[match][0].isupper()
+    ]
+    return f"did you mean {', '.join(dict.fromkeys(similar))}?" if similar else ""
+
+
+def command_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """Return the parser of all commands, and the parser of each command."""
+    top = ArgumentParser(
+        prog="lightning-fl",
+        description="Federated learning with the Lightning Trainer.",
+        epilog=EXAMPLE,
+        formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    top.add_argument("--version", action="version", version=f"%(prog)s {version('lightning_fl')}")
+    added = top.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    commands = {
+        name: added.add_parser(
+            name,
+            help=text,
+            usage=f"%(prog)s {OF_CONFIG[name]} [options]" if name in OF_CONFIG else None,
+            description=f"{text} {DETAILS.get(name, '')}",
+            epilog=WITH_FIT if name in OF_CONFIG else None,
+            add_help=name not in OF_TRAINER,
+            allow_abbrev=False,
+        )
+        for name, text in COMMANDS.items()
+    }
+    add = commands["init"].add_argument
+    add("name", nargs="?", default="federation", help="New folder of the project, %(default)s.")
+    commands["methods"].add_argument(
+        "word", nargs="?", default="", help="Only methods with this word."
+    )
+    commands["completion"].add_argument("shell", choices=["bash", "zsh", "tcsh"])
+    _add_report(commands["report"])
+    add = commands["check"].add_argument
+    add("--rounds", type=int, default=3, help="Rounds, default: %(default)s")
+    add("--clients", type=int, default=4, help="Most clients per round, default: %(default)s")
+    add("--columns", nargs="+", choices=COLUMNS, default=COLUMNS, help="What to check, default all")
+    add = commands["partition"].add_argument
+    add("--output", default=".", help="Folder of partition.json and partition.png.")
+    add = commands["export"].add_argument
+    add("target", choices=["flower"], help="What runs the app.")
+    add("--output", default="app", help="Folder of the app, which must not exist, %(default)s.")
+    return top, commands
+
+
+def _add_report(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
         "runs",
         nargs="+",
         help="Folders of runs (runs/digits/version_0), or folders that contain runs (runs/digits)."
         " NAME=FOLDER names their group; FOLDER may contain wildcards (FedAvg='runs/a*'). A name"
         " that is given several times has all of these runs.",
     )
-    parser.add_argument(
+    add(
         "--output",
         help="Path of the report, an .html file. By default, report.html in the folder of the run,"
         " or in the working directory if there are several runs.",
     )
-    parser.add_argument("--title", help="Title of the report. By default, the names of the runs.")
-    parser.add_argument(
+    add("--title", help="Title of the report. By default, the names of the runs.")
+    add(
         "--metric",
         help="Column of rounds.csv by which runs are judged and compared, such as val/f1. By"
         " default, the accuracy of the validation, or else its loss.",
     )
-    parser.add_argument(
+    add(
         "--mode",
         choices=["max", "min"],
         help="Whether the best value of --metric is its maximum or its minimum. By default, min for"
         " names with loss or err, otherwise max.",
     )
-    return parser
 
 
 def named_runs(words: Sequence[str]) -> dict[str, list[str]]:
@@ -108,137 +186,9 @@ def named_runs(words: Sequence[str]) -> dict[str, list[str]]:
         name, _, pattern = word.partition("=")
         if not name or not pattern or "/" in name or Path(word).exists():
             found.setdefault("", []).append(word)
-            continue
-        pattern = str(Path(pattern).expanduser())
-        folders = [pattern] if Path(pattern).exists() else sorted(glob(pattern))
-        # Without a match, the error names the pattern.
-        found.setdefault(name, []).extend([f for f in folders if Path(f).is_dir()] or [pattern])
-    return found
-
-
-def partition_parser() -> ArgumentParser:
-    """Return the parser of ``lightning-fl partition``, without the options of the data module."""
-    parser = ArgumentParser(
-        prog="lightning-fl partition",
-        description="Split the data of a configuration over clients without training, and show"
-        " sizes, classes and drift. Further options change the configuration, such as"
-        " --data.init_args.num_clients=20.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", nargs="?", help="A configuration of lightning-fl fit.")
-    # As in the other commands, also several times.
-    parser.add_argument("-c", "--config", dest="more", action="append", default=[], help=SUPPRESS)
-    parser.add_argument(
-        "--output",
-        default=".",
-        help="Folder of partition.json and partition.png, default: %(default)s",
-    )
-    return parser
-
-
-def check_parser() -> ArgumentParser:
-    """Return the parser of ``lightning-fl check``, without the options of the fit."""
-    parser = ArgumentParser(
-        prog="lightning-fl check",
-        usage="lightning-fl check --config FILE [options of fit] [--rounds N] [--clients N]"
-        " [--columns NAME ...]",
-        description="Train a small federation of a configuration again with one thing changed, and"
-        " compare the final models: the clients in reverse order (order), continued after the first"
-        " round by a new process (resume), clients that train at once (vectorized), two processes"
-        " (processes), and one client with all samples beside Lightning without a loop (plain). The"
-        " exit code is 1 if a result differs.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="Rounds, default: %(default)s")
-    parser.add_argument(
-        "--clients", type=int, default=4, help="Most clients per round, default: %(default)s"
-    )
-    columns = ["order", "resume", "vectorized", "processes", "plain"]
-    parser.add_argument(
-        "--columns", nargs="+", choices=columns, default=columns, help="What to check, default: all"
-    )
-    return parser
-
-
-def export_parser() -> ArgumentParser:
-    """Return the parser of ``lightning-fl export``."""
-    parser = ArgumentParser(
-        prog="lightning-fl export",
-        description="Write an app from a configuration, which runs the same federation on the"
-        " machines of a deployment. Further options change the configuration, such as"
-        " --trainer.max_epochs=20.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("target", choices=["flower"], help="What runs the app.")
-    parser.add_argument("config", help="A configuration of lightning-fl fit.")
-    parser.add_argument(
-        "--output",
-        default="app",
-        help="Folder of the app, which must not exist, default: %(default)s",
-    )
-    return parser
-
-
-def completion_parser() -> ArgumentParser:
-    """Return the parser of ``lightning-fl completion``."""
-    parser = ArgumentParser(
-        prog="lightning-fl completion",
-        description="Print a script that completes commands and options in a shell. For bash:"
-        " lightning-fl completion bash > ~/.local/share/bash-completion/completions/lightning-fl",
-        allow_abbrev=False,
-    )
-    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="The shell.")
-    return parser
-
-
-def export_words(words: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return the options of ``lightning-fl export``, and those that change the configuration.
-
-    Args:
-        words: Arguments after ``lightning-fl export``.
-
-    Example:
-        >>> asked, rest = export_words(["flower", "digits.yaml", "--trainer.max_epochs=3"])
-        >>> asked.config, asked.output, rest
-        ('digits.yaml', 'app', ['--trainer.max_epochs=3'])
-    """
-    return _parse(export_parser(), words)
-
-
-def partition_words(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the folder of the output, and the arguments of the fit whose data is split.
-
-    Args:
-        words: Arguments after ``lightning-fl partition``.
-
-    Example:
-        >>> partition_words(["-c", "digits.yaml", "--output=out", "--data.init_args.num_clients=3"])
-        ('out', ['fit', '--config', 'digits.yaml', '--data.init_args.num_clients=3'])
-    """
-    parser = partition_parser()
-    asked, rest = _parse(parser, words)
-    files = [asked.config] * bool(asked.config) + asked.more
-    if not files:
-        parser.error("a configuration is required, such as digits.yaml")
-    return asked.output, ["fit", *(word for file in files for word in ("--config", file)), *rest]
-
-
-def _parse(parser: ArgumentParser, words: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return the arguments of a parser, and the options that it does not know with their values.
-
-    ``parse_known_args`` would take the value of an unknown option for a name.
-    """
-    known = {option for action in parser._actions for option in action.option_strings}
-    names: list[str] = []
-    options: list[str] = []
-    rest: list[str] = []
-    place, takes_value = names, False
-    for word in words:
-        if re.match("-[-a-z]", word):
-            place = options if word.partition("=")[0] in known else rest
-            takes_value = "=" not in word and word not in ("--help", "--print_config")
-            place.append(word)
         else:
-            (place if takes_value else names).append(word)
-            takes_value = False
-    return parser.parse_args([*names, *options]), rest
+            pattern = str(Path(pattern).expanduser())
+            folders = [each for each in sorted(glob(pattern)) if Path(each).is_dir()]
+            # Without a match, the error names the pattern.
+            found.setdefault(name, []).extend(folders or [pattern])
+    return found

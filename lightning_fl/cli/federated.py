@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import yaml
@@ -21,20 +20,11 @@ from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-# Every class that a config may name by its short name has to be imported.
-import lightning_fl.aggregators
-import lightning_fl.datamodules
-import lightning_fl.models
-import lightning_fl.objectives
-import lightning_fl.optimizers
-import lightning_fl.partition
-import lightning_fl.policies
-import lightning_fl.samplers  # noqa: F401
 from lightning_fl.callbacks import (
     FederatedLoop,
     LayerSummary,
@@ -45,11 +35,10 @@ from lightning_fl.callbacks import (
 from lightning_fl.callbacks.checkpoint import read_checkpoint
 from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.cli import INTERRUPTED, TERMINATED
-from lightning_fl.cli.arguments import short_path
-from lightning_fl.cli.config_files import check_configs
-from lightning_fl.cli.messages import explain
+from lightning_fl.cli.arguments import short_path, with_configs
+from lightning_fl.cli.parser import PARSER, PARTS, Parser, check_file, describe
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.files import FolderLock, one_line, read_text, write_atomically
+from lightning_fl.files import FolderLock, read_text, write_atomically
 from lightning_fl.report import LogFiles
 from lightning_fl.report.run import (
     IGNORED_BY_TEST,
@@ -63,38 +52,8 @@ from lightning_fl.report.run import (
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.types import FederationError
 
-
-class Parser(LightningArgumentParser):
-    """Lightning's parser with short error messages and suggestions."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the usage and a short error message with a suggestion, and exit."""
-        if not self.exit_on_error:  # parser of a nested class
-            super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
-        options = [option for action in parser._actions for option in action.option_strings]
-        program = parser.prog.replace(" [options]", "")
-        command = program if " " in program else f"{program} fit|validate|test|predict"
-        sys.stderr.write(f"usage: {command} --config FILE [--option=VALUE ...]\n")
-        sys.stderr.write(f"       {program} --help lists all options\n")
-        sys.stderr.write(f"lightning-fl: error: {explain(message, options)}\n")
-        self.exit(2)
-
-
 #: File in the folder of a run that identifies its SLURM job.
 JOB = "slurm.json"
-
-#: Help of options that have another meaning here than in Python.
-HELP = {
-    "ckpt_path": "Path of a checkpoint, or last: the checkpoint of the newest run. A fit resumes"
-    " from it.",
-    "weights_only": "Whether checkpoints are read as data. A checkpoint that contains other objects"
-    " requires false: set it for files that you trust only, because they can run code.",
-    "trainer.default_root_dir": "Folder of the runs. Each fit has a new folder version_N in it.",
-    "federation.csv_name": f"{TABLE}: the table of rounds in the folder of the run; null writes no"
-    " file.",
-    "checkpoint.dirpath": "Folder of the checkpoint; null uses the folder of the run.",
-}
 
 
 class JobNote(Callback):
@@ -152,25 +111,24 @@ class FederatedCLI(LightningCLI):
         super().instantiate_classes()
         if self.subcommand == "fit" and (given := self.config_init.fit.vectorize) is not None:
             options = given if isinstance(given, dict) else {"group_size": given}
-            parameters = inspect.signature(VectorizedClients).parameters
-            known = [name for name in parameters if name != "module"]
-            if unknown := sorted(set(options) - set(known)):
-                raise FederationError(
-                    f"unknown option {unknown[0]!r} of vectorize: choose from {known}"
-                )
-            self.model = VectorizedClients(self.model, **options)
+            try:
+                self.model = VectorizedClients(self.model, **options)
+            except TypeError as error:
+                raise FederationError(f"vectorize: {error}") from error
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments and check the seeds, which numpy would reject later."""
-        self.words = sys.argv[1:] if args is None else args
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the arguments, and check the configurations."""
+        self.words = args
+        parser.usage = "lightning-fl COMMAND --config FILE [options]"
+        for path in (word.rpartition("=")[2] for word in args):
+            if path.endswith((".yaml", ".yml")) and Path(path).is_file():
+                check_file(path)
         super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand]
+        if empty := [name for name in PARTS if config[name] is None]:
+            raise FederationError(f"{empty[0]} is empty in the configuration: remove it")
         if isinstance(callback := config.trainer.callbacks, Namespace):  # Lightning takes one, too
             config.trainer.callbacks = [callback]
-        for key in ("seed_everything", "federation.seed", "data.init_args.seed"):
-            seed = config.get(key)
-            if isinstance(seed, int) and not 0 <= seed < 2**32:
-                raise FederationError(f"{key} must be from 0 to {2**32 - 1}, got {seed}")
 
     def before_instantiate_classes(self) -> None:
         """Set the number of threads."""
@@ -181,62 +139,65 @@ class FederatedCLI(LightningCLI):
         self, klass: type, subcommand: str, **kwargs: Any
     ) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        # Do not execute code in checkpoints, and do not test random parameters.
-        parser.set_defaults({"weights_only": True})
-        if subcommand != "fit":
-            parser.set_defaults({"ckpt_path": "last"})
-        for action in parser._actions:
-            action.help = HELP.get(action.dest, action.help)
+        parser.set_defaults({"weights_only": True})  # do not execute code in checkpoints
+        describe(parser, subcommand)
         return parser
 
     def _parse_ckpt_path(self) -> None:
-        """Choose the folder of the run, and resolve ``last`` to a checkpoint."""
+        """Choose the folder of the run, and resolve ``last`` to a checkpoint.
+
+        Unlike Lightning, do not let hyperparameters of a checkpoint choose classes.
+        """
         subcommand = self.config.subcommand
         config = self.config[subcommand]
         root = Path(config.trainer.default_root_dir or ".").absolute()
         runs = version_folders(root)
         new = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
-        self.run_folder = runs[-1] if runs else new
-        self.is_requeued = False
-        if subcommand == "fit" and (requeued := self._requeued(runs)) is not None:
-            self.run_folder, self.is_requeued = requeued, True
-            if config.ckpt_path is None or self._newest(config) is not None:
-                config.ckpt_path = "last"  # newer than the checkpoint of the command line
-        if config.ckpt_path == "last" and not self.is_requeued:
-            self.run_folder = self._run_of_config(config) or self.run_folder
+        if subcommand != "fit":  # do not test random parameters
+            config.ckpt_path = config.ckpt_path or "last"
+        requeued = self._requeued(runs) if subcommand == "fit" else None
+        self.is_requeued = requeued is not None
+        self.run_folder = requeued or (runs[-1] if runs else new)
+        if self.is_requeued and (config.ckpt_path is None or self._newest(config) is not None):
+            config.ckpt_path = "last"  # newer than the checkpoint of the command line
         if config.ckpt_path == "last":
-            last = self.run_folder / f"{config.checkpoint.filename}.ckpt"
-            if (newest := self._newest(config)) is not None:
-                config.ckpt_path = str(newest)
-            elif subcommand == "fit":
-                config.ckpt_path = None  # no checkpoint was written yet
-                if (self.run_folder / TABLE).exists() and not self.is_requeued:
-                    self.run_folder = new  # keep the results of the other run
-                    rank_zero_warn(f"there is no checkpoint {short_path(last)}: starting a new run")
-            else:
+            self._resolve_last(config, new)
+        elif config.ckpt_path is not None:
+            path = Path(config.ckpt_path).absolute()
+            if not path.is_file():
                 raise FederationError(
-                    f"{subcommand} found no checkpoint {last}: run fit first, or set --ckpt_path"
-                    " to a file"
+                    f"checkpoint {config.ckpt_path} is not a file: set --ckpt_path to a file or"
+                    " last"
                 )
-        elif config.ckpt_path is not None and not Path(config.ckpt_path).is_file():
-            what = "is a folder" if Path(config.ckpt_path).is_dir() else "does not exist"
-            raise FederationError(
-                f"checkpoint {config.ckpt_path} {what}: set --ckpt_path to a file or last"
-            )
-        elif config.ckpt_path is not None and Path(config.ckpt_path).absolute().parent in runs:
-            self.run_folder = Path(config.ckpt_path).absolute().parent
+            if path.parent in runs:
+                self.run_folder = path.parent
         elif subcommand == "fit" and not config.trainer.fast_dev_run:
             self.run_folder = new
         self.checkpoint_round: int | None = None
-        if (path := config.ckpt_path) is not None and config.weights_only is not False:
+        if (file := config.ckpt_path) is not None and config.weights_only is not False:
             checkpoint = read_checkpoint(  # memory-mapped: tensors are not read
-                path,
-                lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True),
+                file,
+                lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=True),
                 in_full=False,
             )
             state = checkpoint.get("callbacks", {}).get(FederatedLoop.__qualname__, {})
             self.checkpoint_round = state.get("round")
-        # Unlike Lightning, do not let hyperparameters of a checkpoint choose classes.
+
+    def _resolve_last(self, config: Any, new: Path) -> None:
+        """Set ``ckpt_path`` to the newest checkpoint of the run; None if a fit has none yet."""
+        if not self.is_requeued:
+            self.run_folder = self._run_of_config(config) or self.run_folder
+        newest = self._newest(config)
+        if newest is None and self.config.subcommand != "fit":
+            raise FederationError(
+                f"there is no checkpoint in {self.run_folder}: run fit first, or set --ckpt_path to"
+                " a file"
+            )
+        config.ckpt_path = None if newest is None else str(newest)
+        if newest is None and (self.run_folder / TABLE).exists() and not self.is_requeued:
+            place = short_path(self.run_folder)
+            self.run_folder = new  # keep the results of the other run
+            rank_zero_warn(f"there is no checkpoint in {place}: starting a new run")
 
     def _run_of_config(self, config: Any) -> Path | None:
         """Return the folder of a run if its own ``config.yaml`` is a config of the command."""
@@ -255,18 +216,14 @@ class FederatedCLI(LightningCLI):
 
     def _requeued(self, runs: Sequence[Path]) -> Path | None:
         """Return the folder of the run if SLURM has requeued this job, else None."""
-        if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
+        if not int(os.environ.get("SLURM_RESTART_COUNT") or 0):
             return None
-        for run in reversed(runs):
-            with suppress(OSError, ValueError):
-                if json.loads(read_text(run / JOB)) == self._job():
-                    return run
-        return None
+        notes = (run / JOB for run in reversed(runs) if (run / JOB).is_file())
+        return next((n.parent for n in notes if json.loads(read_text(n)) == self._job()), None)
 
     def _job(self) -> dict[str, Any]:
         """Return the identification of the job, which does not change when it is requeued."""
-        words = self.words if isinstance(self.words, list) else [str(self.words)]
-        return {"job": os.environ.get("SLURM_JOB_ID"), "command": list(map(str, words))}
+        return {"job": os.environ.get("SLURM_JOB_ID"), "command": self.words}
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Configure the output folder, the callbacks and the loggers of the Trainer."""
@@ -317,7 +274,7 @@ class FederatedCLI(LightningCLI):
         """Return the configuration as YAML, with which the command can be repeated."""
         config = self.config[self.subcommand].clone()
         for name in ("config", "ckpt_path"):
-            if config.get(name) is None:  # ckpt_path: null would test random parameters
+            if config.get(name) is None:
                 config.pop(name, None)
         text: str = self._parser(self.subcommand).dump(
             config, skip_none=False, skip_validation=True
@@ -331,48 +288,51 @@ class FederatedCLI(LightningCLI):
             loggers.insert(0, TensorBoardLogger(self.run_folder, name="", version=""))
         return loggers
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Do nothing: :meth:`run` runs it, when all parts of the configuration are made."""
+
+    def run(self) -> None:
+        """Run the command."""
+        super()._run_subcommand(self.config.subcommand)
+
     def fit(self, **kwargs: Any) -> None:
         """Fit and print the folder of the run; remove it if the fit fails before the first step."""
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.trainer.fit(**kwargs)
             return
-        if self.is_requeued and self.trainer.is_global_zero:
+        if self.is_requeued:
             job, count = os.environ["SLURM_JOB_ID"], os.environ["SLURM_RESTART_COUNT"]
             place = short_path(self.run_folder)
-            print(f"SLURM job {job}, restart {count}: resuming the run in {place}")
-        if (path := kwargs.get("ckpt_path")) and self.trainer.is_global_zero:
-            print(f"Resuming from {short_path(Path(path))}")
-        # Not created here: other processes still have to find the next free folder.
-        new = [p for p in (self.run_folder, *self.run_folder.parents) if not p.exists()]
+            self._say(f"SLURM job {job}, restart {count}: resuming the run in {place}")
+        if path := kwargs.get("ckpt_path"):
+            self._say(f"Resuming from {short_path(Path(path))}")
+        is_new = not self.run_folder.exists()  # all processes have to find the next free folder
         try:
             self.trainer.fit(**kwargs)
         except Exception:
-            if new and self.trainer.global_step == 0 and self.trainer.is_global_zero:
+            if is_new and self.trainer.global_step == 0 and self.trainer.is_global_zero:
                 with suppress(FederationError, OSError):  # another run may have begun there
                     lock = FolderLock(self.run_folder)
-                    shutil.rmtree(self.run_folder, ignore_errors=True)
+                    shutil.rmtree(self.run_folder)
                     lock.release()
-                    for parent in new[1:]:
-                        parent.rmdir()
             raise
         except SystemExit as end:  # of Lightning: code 1 after an interruption, 0 after SIGTERM
-            is_terminated = isinstance(end, SIGTERMException)
-            if not (is_terminated or (type(end) is SystemExit and self.trainer.interrupted)):
-                raise
-            if self.trainer.is_global_zero:
-                checkpoint = self._get(self.config_init, "checkpoint")
-                last = Path(checkpoint.dirpath, f"{checkpoint.filename}.ckpt")
-                remedy = "resume with --ckpt_path last"
-                if not last.is_file():
-                    remedy = "there is no checkpoint yet, start a new fit"
-                sys.stderr.write(f"\ninterrupted; {remedy}\n")
-            raise SystemExit(TERMINATED if is_terminated else INTERRUPTED) from end
+            if isinstance(end, SIGTERMException) or self.trainer.interrupted:
+                self._say("\ninterrupted; resume with --ckpt_path last")
+                code = TERMINATED if isinstance(end, SIGTERMException) else INTERRUPTED
+                raise SystemExit(code) from end
+            raise
+        if (self.checkpoint_round or 0) >= (self.trainer.max_epochs or -1) > 0:
+            self._say(
+                f"Nothing to train: the checkpoint is of round {self.checkpoint_round}; increase"
+                f" --trainer.max_epochs ({self.trainer.max_epochs}) to continue"
+            )
+        self._say(f"Written to {short_path(self.run_folder)}")
+
+    def _say(self, message: str) -> None:
+        """Print a message from one process."""
         if self.trainer.is_global_zero:
-            done, rounds = self.checkpoint_round or 0, self.trainer.max_epochs or -1
-            if done >= rounds > 0:
-                more = f"increase --trainer.max_epochs ({rounds}) to continue"
-                print(f"Nothing to train: the checkpoint is of round {done}; {more}")
-            print(f"Written to {short_path(self.run_folder)}")
+            print(message)
 
     def test(self, **kwargs: Any) -> None:
         """Test and write the metrics to ``test.json`` beside the checkpoint.
@@ -383,15 +343,14 @@ class FederatedCLI(LightningCLI):
         metrics = self.trainer.test(**kwargs)
         if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
-        used = kwargs.get("ckpt_path")
-        folder = Path(used).absolute().parent if used else self.run_folder
-        differing = self._differing_options(folder)
-        if differing:
+        used = Path(kwargs["ckpt_path"])
+        folder = used.absolute().parent
+        if differing := self._differing_options(folder):
             changes = "; ".join(f"{k} is {t!r}, was {f!r}" for k, (f, t) in differing.items())
             rank_zero_warn(f"options of the test differ from the fit: {changes:.1000}")
         found = {
             "format": TEST_FORMAT,
-            "checkpoint": Path(used).name if used else None,
+            "checkpoint": used.name,
             "round": self.checkpoint_round,
             # JSON has no NaN.
             "metrics": {
@@ -407,18 +366,10 @@ class FederatedCLI(LightningCLI):
 
     def _differing_options(self, folder: Path) -> dict[str, tuple[Any, Any]]:
         """Return the options that differ between the fit in a folder and this command."""
+        if not (folder / "config.yaml").is_file():
+            return {}  # the fit was run from Python
         own = values_of(yaml.safe_load(self._config_text()))
-        try:
-            fitted = config_values(folder / "config.yaml")
-            return differing_options(fitted, own, IGNORED_BY_TEST)
-        except FileNotFoundError:
-            pass  # the fit was run from Python
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            rank_zero_warn(
-                f"the options of the test are not compared with those of the fit, because"
-                f" {folder / 'config.yaml'} cannot be read: {one_line(error)}"
-            )
-        return {}
+        return differing_options(config_values(folder / "config.yaml"), own, IGNORED_BY_TEST)
 
     def predict(self, **kwargs: Any) -> None:
         """Predict the test samples and write the outputs of the module, one tensor per batch."""
@@ -429,41 +380,40 @@ class FederatedCLI(LightningCLI):
             )
         predictions = self.trainer.predict(**kwargs)
         if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            # The checkpoint need not belong to the newest run.
-            used = kwargs.get("ckpt_path")
-            folder = Path(used).absolute().parent if used else self.run_folder
-            write_atomically(folder / "predictions.pt", partial(torch.save, predictions))
-            print(f"Written to {short_path(folder / 'predictions.pt')}")
+            path = Path(kwargs["ckpt_path"]).absolute().with_name("predictions.pt")
+            write_atomically(path, partial(torch.save, predictions))
+            print(f"Written to {short_path(path)}")
 
 
-def start(cli: Callable[..., _CLI], args: ArgsType = None) -> _CLI:
-    """Run a command line with the options of this package.
+def start(cli: Callable[..., _CLI], words: Sequence[str]) -> _CLI:
+    """Parse a command line, and make the parts of its configuration.
 
     Args:
         cli: Class of the command line.
-        args: Arguments; None takes those of the process.
+        words: Arguments.
 
     Raises:
-        FederationError: If a configuration does not exist or cannot be read.
+        FederationError: If a part does not accept its values.
     """
-    words = sys.argv[1:] if args is None else args
-    if isinstance(words, list):
-        check_configs(words)
-    return cli(
-        LightningModule,
-        FederatedDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        seed_everything_default=0,
-        save_config_callback=None,  # RunConfig writes it
-        parser_class=Parser,
-        # Modules configure their optimizer, which flags of the CLI would replace.
-        auto_configure_optimizers=False,
-        # Treat a prefix of an option as an error, not as an abbreviation.
-        parser_kwargs={
-            "description": "Federated learning with the Lightning Trainer.",
-            "prog": "lightning-fl",  # also with python -m lightning_fl
-            "allow_abbrev": False,
-        },
-        args=args,
-    )
+    before, sys.argv = sys.argv, sys.argv[:1]  # Lightning warns where both have arguments
+    try:
+        return cli(
+            LightningModule,
+            FederatedDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            seed_everything_default=0,
+            save_config_callback=None,  # RunConfig writes it
+            parser_class=Parser,
+            parser_kwargs=PARSER,
+            # Modules configure their optimizer, which flags of the CLI would replace.
+            auto_configure_optimizers=False,
+            args=with_configs(words),
+        )
+    except (MisconfigurationException, ValueError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, FederationError):
+            cause = cause.__cause__  # jsonargparse's message is longer
+        raise FederationError(str(cause or error)) from error
+    finally:
+        sys.argv = before

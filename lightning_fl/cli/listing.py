@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_fl.cli import fail
@@ -19,19 +18,15 @@ METHODS = (
 )
 
 
-def configs(words: Sequence[str]) -> None:
+def configs() -> None:
     """Print the name and the description of each configuration of the package."""
-    parser = ArgumentParser(
-        "lightning-fl configs",
-        description="List the configurations that come with the package. lightning-fl fit --config"
-        " NAME runs one of them.",
-    )
-    parser.parse_args(words)
     paths = sorted(CONFIGS.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
     names = {path.relative_to(CONFIGS).as_posix(): path for path in paths}
     width = max(map(len, names))
+    columns = shutil.get_terminal_size((1000, 24)).columns
     for name, path in names.items():
-        print(_cut(f"{name:{width}}  {description(path)}"))
+        line = f"{name:{width}}  {description(path)}"
+        print(line if len(line) <= columns else f"{line[: columns - 3]}...")
 
 
 def description(path: Path) -> str:
@@ -53,14 +48,8 @@ def description(path: Path) -> str:
     return re.split(r"(?<=\.)\s+(?=[A-Z-])", text, maxsplit=1)[0] if text else ""
 
 
-def methods(words: Sequence[str]) -> None:
-    """Print the methods of the package, those that have a word in their row if one is given."""
-    parser = ArgumentParser(
-        "lightning-fl methods",
-        description="List the methods of the package, with name, paper and configuration.",
-    )
-    parser.add_argument("word", nargs="?", default="", help="Only methods with this word.")
-    word = parser.parse_args(words).word
+def methods(word: str) -> None:
+    """Print the methods of the package that have a word in their row of the documentation."""
     page = next(filter(Path.is_file, METHODS)).read_text(encoding="utf-8")
     chosen = {
         title: kept
@@ -90,20 +79,10 @@ def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
         >>> list(tables("## A\n\n| x | y |\n|---|---|\n| [b](c.md) ([e](f.md)) | `d` |\n"))
         [('A', [['b', 'd']])]
     """
+    page = re.sub(r" \(\[[^]]+\]\([^)]*\)\)", "", page)
+    page = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", page).replace("`", "")
     for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         title, *lines = section.splitlines()
         rows = [line for line in lines if line.startswith("|")][2:]
         if rows:
-            yield title, [[cell.strip() for cell in _plain(row)[1:-1].split("|")] for row in rows]
-
-
-def _plain(row: str) -> str:
-    """Return a row of a table without links and marks of code."""
-    row = re.sub(r" \(\[[^]]+\]\([^)]*\)\)", "", row)
-    return re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", row).replace("`", "")
-
-
-def _cut(line: str) -> str:
-    """Return a line that fits the terminal."""
-    columns = shutil.get_terminal_size((1000, 24)).columns
-    return line if len(line) <= columns else f"{line[: columns - 3]}..."
+            yield title, [[cell.strip() for cell in row[1:-1].split("|")] for row in rows]

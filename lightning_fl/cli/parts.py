@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,10 @@ from rich.text import Text
 
 from lightning_fl.callbacks.report import write_partition
 from lightning_fl.check import STEPS, CheckResult, Run, check_columns
-from lightning_fl.cli import printing
-from lightning_fl.cli.arguments import short_path, with_shipped_configs
+from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.integrations.config import ELSEWHERE, TRAINING, Configuration
+from lightning_fl.integrations.export import write_flower_app
 from lightning_fl.partition import summary
 from lightning_fl.types import FederationError
 
@@ -43,9 +42,6 @@ class _PartsCLI(FederatedCLI):
         """Instantiate the parts."""
         chosen = Namespace(**{name: self.config.fit[name] for name in self.names})  # type: ignore[no-untyped-call]
         self.parts = self._parser("fit").instantiate_classes(chosen)
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Do nothing."""
 
     def configuration(self) -> Configuration:
         """Return what the configuration describes, without a Trainer."""
@@ -78,11 +74,7 @@ def _parts(words: Sequence[str], *names: str) -> _PartsCLI:
         words: Arguments of ``lightning-fl``, from ``fit`` on.
         names: Keys of the parts.
     """
-    before, sys.argv = sys.argv, sys.argv[:1]  # Lightning warns where both have arguments
-    try:
-        return start(partial(_PartsCLI, names=names), with_shipped_configs(words))
-    finally:
-        sys.argv = before
+    return start(partial(_PartsCLI, names=names), words)
 
 
 def split(words: Sequence[str], output: str) -> None:
@@ -96,10 +88,9 @@ def split(words: Sequence[str], output: str) -> None:
     data.prepare_data()
     data.setup("fit")
     paths = write_partition(Path(output), data)
-    with printing():
-        print(summary(data.num_samples.tolist(), data.class_counts, data.client_names))
-        for path in paths:
-            print(f"Written to {short_path(path.absolute())}")
+    print(summary(data.num_samples.tolist(), data.class_counts, data.client_names))
+    for path in paths:
+        print(f"Written to {short_path(path.absolute())}")
 
 
 def checked(
@@ -141,10 +132,28 @@ def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str
         cells = result.column, result.outcome, size, ", ".join(where), result.detail
         table.add_row(*map(Text, cells))  # a text in brackets would be markup
         results.append(result)
-    with printing():
-        Console().print(table)
+    Console().print(table)
     if not all(result.is_equal for result in results):
         raise SystemExit(1)
+
+
+def export(words: Sequence[str], output: str) -> None:
+    """Write the app of a configuration.
+
+    Args:
+        words: Arguments of ``lightning-fl``, from ``fit`` on.
+        output: Folder of the app.
+    """
+    cli = _parts(words, "data", "model", "federation")
+    files = [file for file in cli.config.fit.config or () if file is not None]
+    if not files:
+        raise FederationError("export takes the file of a configuration, such as digits.yaml")
+    found = cli.configuration()
+    for path in write_flower_app(found, Path(files[0].absolute), output):
+        print(f"Written to {short_path(path.absolute())}")
+    if found.left_out:
+        print(f"The app leaves out: {', '.join(found.left_out)}")
+    print(f"It waits for {len(found.data.num_samples)} SuperNodes: see its README.md")
 
 
 def read_config(path: str | Path, *more: str) -> Configuration:

@@ -3,109 +3,64 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
+from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+from typing import Any
 
-from lightning.pytorch.cli import ArgsType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_fl.cli.arguments import (
-    check_parser,
-    completion_parser,
-    export_words,
-    named_runs,
-    partition_words,
-    report_parser,
-    short_path,
-    with_shipped_configs,
-)
-from lightning_fl.cli.completion import CompletionCLI
+from lightning_fl.cli import fail
+from lightning_fl.cli.arguments import OF_TRAINER, named_runs, short_path
+from lightning_fl.cli.completion import print_completion
 from lightning_fl.cli.federated import FederatedCLI, start
-from lightning_fl.cli.messages import show_warning, with_notes
 from lightning_fl.report import report
-from lightning_fl.types import FederationError
 
 
-def run(args: ArgsType = None) -> None:
+def run(asked: Namespace, options: Sequence[str]) -> None:
     """Run a command. Configuration errors print a message without a traceback.
 
     Args:
-        args: Arguments of ``LightningCLI``; None takes those of the process.
+        asked: The command and its arguments.
+        options: Arguments of ``LightningCLI``.
     """
-    if args is None:
-        sys.argv[1:] = with_shipped_configs(sys.argv[1:])
-    elif isinstance(args, list):
-        args = with_shipped_configs(args)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.formatwarning = show_warning
+    warnings.formatwarning = _warning
     # Raised by Lightning with torch 2.14.
     warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
     try:
-        _run(args)
+        _run(asked, options)
     except MisconfigurationException as error:
-        message = with_notes(error)
-    except ValueError as error:
-        message = with_notes(error)
-        # jsonargparse wraps errors of a constructor; the others are of the Trainer's.
-        if "Union subtypes" not in message and not message.startswith("You selected an invalid"):
-            raise
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, FederationError):
-            cause = cause.__cause__
-        message = with_notes(cause or error)
-    except RuntimeError as error:
-        message = str(error)
-        if not message.startswith(
-            ("Early stopping conditioned on metric", "Found more than one stateful callback")
-        ):
-            raise
-    else:
-        return
-    sys.stderr.write(f"lightning-fl: error: {message}\n")
-    raise SystemExit(2)
+        # Notes give the round and the client.
+        fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
 
 
-def _run(args: ArgsType) -> None:
-    words = sys.argv[1:] if args is None else args
-    if not isinstance(words, list):  # a configuration
-        start(FederatedCLI, args)
-        return
-    name, *rest = words
-    if name == "report":
-        asked = report_parser().parse_args(rest)
-        path = report(named_runs(asked.runs), asked.output, asked.title, asked.metric, asked.mode)
+def _run(asked: Namespace, options: Sequence[str]) -> None:
+    if asked.command in OF_TRAINER:
+        start(FederatedCLI, [asked.command, *options]).run()
+    elif asked.command == "report":
+        runs = named_runs(asked.runs)
+        path = report(runs, asked.output, asked.title, asked.metric, asked.mode)
         print(f"Written to {short_path(path)}")
-    elif name == "export":
-        _export(rest)
-    elif name == "completion":
-        start(partial(CompletionCLI, shell=completion_parser().parse_args(rest).shell), [])
-    elif name == "partition":
-        from lightning_fl.cli.parts import split  # see _export
-
-        output, words = partition_words(rest)
-        split(words, output)
-    elif name == "check":
-        from lightning_fl.cli.parts import check  # see _export
-
-        asked, words = check_parser().parse_known_args(rest)
-        check(["fit", *words], asked.rounds, asked.clients, asked.columns)
+    elif asked.command == "completion":
+        print_completion(asked.shell)
     else:
-        start(FederatedCLI, args)
+        # Imported here: the help of a fit would list the classes of remote clients.
+        from lightning_fl.cli import parts
+
+        words = ["fit", *options]
+        if asked.command == "partition":
+            parts.split(words, asked.output)
+        elif asked.command == "check":
+            parts.check(words, asked.rounds, asked.clients, asked.columns)
+        else:
+            parts.export(words, asked.output)
 
 
-def _export(words: Sequence[str]) -> None:
-    # Imported here: the help of a fit would list the classes of remote clients among the methods.
-    from lightning_fl.cli.parts import read_config
-    from lightning_fl.integrations.export import write_flower_app
-
-    app, rest = export_words(words)
-    found = read_config(app.config, *rest)
-    for path in write_flower_app(found, Path(app.config), app.output):
-        print(f"Written to {short_path(path.absolute())}")
-    if found.left_out:
-        print(f"The app leaves out: {', '.join(found.left_out)}")
-    print(f"It waits for {len(found.data.num_samples)} SuperNodes: see its README.md")
+def _warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None
+) -> str:
+    """Format a warning without the line of code."""
+    kind = "warning" if issubclass(category, UserWarning) else category.__name__
+    return f"lightning-fl: {kind}: {message}\n"

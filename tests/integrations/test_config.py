@@ -157,7 +157,7 @@ def test_further_options_change_the_configuration(config):
     ("parts", "message"),
     [
         ({"federation": {"aggregator": "PFNM"}}, "PFNM replaces the network"),
-        ({"federation": {"policy": "RepresentationMatchingReinforce"}}, "lightning-fl: error"),
+        ({"federation": {"policy": "RepresentationMatchingReinforce"}}, "error: "),
         ({"trainer": {"max_epochs": -1}}, "no number of rounds"),
         ({"trainer": {"max_epochs": 3, "precision": "bf16-true"}}, "Flower cannot send"),
         ({"data": {**DIGITS, "init_args": {"stream_steps": 2}}}, "stream_steps=2 changes"),
@@ -176,6 +176,12 @@ def test_bf16_of_lightning_is_mixed_and_keeps_the_parameters_in_float32(config):
     path = changed(trainer={"accelerator": "cpu", "max_epochs": 3, "precision": "bf16"})
     quick_cli.call("export", "flower", str(path), "--output", "app")
     assert read_config("app/config.yaml").trainer["precision"] == "bf16"
+
+
+def test_app_needs_the_file_of_a_configuration(config, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        quick_cli.call("export", "flower", "--config", CONFIG)
+    assert "export takes the file of a configuration" in capsys.readouterr().err
 
 
 def test_a_folder_with_files_is_not_overwritten(config):

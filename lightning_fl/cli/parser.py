@@ -1,0 +1,134 @@
+"""The parser of a configuration: its help, its errors, and its files."""
+
+from __future__ import annotations
+
+import re
+from argparse import SUPPRESS, HelpFormatter, RawDescriptionHelpFormatter
+from inspect import signature
+from typing import Any, NoReturn
+
+import lightning.pytorch.callbacks
+import lightning.pytorch.loggers
+import yaml
+from jsonargparse import DefaultHelpFormatter
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+
+# Every class that a config may name by its short name has to be imported.
+import lightning_fl.optimizers  # noqa: F401
+from lightning_fl import (
+    aggregators,
+    callbacks,
+    datamodules,
+    models,
+    objectives,
+    partition,
+    policies,
+    samplers,
+    transforms,
+)
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.cli.arguments import COMMANDS, CONFIGS, WITH_FIT, did_you_mean
+from lightning_fl.files import error_context, read_text
+from lightning_fl.types import FederationError
+
+#: Modules whose classes a configuration names.
+ROOMS = (
+    *(aggregators, callbacks, datamodules, models, objectives, partition, policies, samplers),
+    *(transforms, lightning.pytorch.callbacks, lightning.pytorch.loggers),
+)
+#: Parts of a configuration that are no class of the user's choice.
+PARTS = {"trainer": Trainer, "federation": FederatedLoop, "checkpoint": RoundCheckpoint}
+FIT = f"""{COMMANDS["fit"]} The options that most runs set:
+
+  --config digits.yaml               a configuration; several are merged in order
+  --data.init_args.num_clients 20    number of clients over which the samples are split
+  --federation.clients_per_round 10  number of clients sampled in each round
+  --federation.aggregator FedAvgM    rule of the server; lightning-fl methods lists them
+  --trainer.max_epochs 100           number of rounds
+  --trainer.default_root_dir runs    folder of the runs
+  --seed_everything 1                seed of the run
+  --threads 1                        CPU threads; 1 is best for small models
+  --vectorize auto                   clients train at once
+  --ckpt_path last                   resume the newest run
+"""
+
+
+class _Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Keep the lines of a description."""
+
+
+class Parser(LightningArgumentParser):
+    """Lightning's parser, with a shorter help, and errors that suggest a known name."""
+
+    def format_help(self, formatter: HelpFormatter | None = None) -> str:
+        """Return the help: only that of ``fit`` has the options of a configuration."""
+        if not self.prog.endswith("fit"):
+            for action in self._actions:
+                if action.dest not in OF_ALL:
+                    action.help = SUPPRESS
+        return super().format_help(formatter)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the message and a suggestion, and exit."""
+        if self.exit_on_error:  # else it is the parser of a class, whose message is printed here
+            names = [name for room in ROOMS for name in room.__all__]
+            names += [f"{k}.{n}" for k, part in PARTS.items() for n in signature(part).parameters]
+            names += ["ckpt_path", "seed_everything", "threads", "vectorize"]
+            names += [path.name for path in CONFIGS.rglob("*.yaml")]
+            similar = did_you_mean(re.findall(r"[\w.]+", message), names)
+            message = f"{message}\n{similar}".rstrip()
+        super().error(message, ex)
+
+
+#: Help of options that have another meaning here than in Python.
+HELP = {
+    "ckpt_path": "Path of a checkpoint, or last: the checkpoint of the newest run. A fit resumes"
+    " from it; the other commands take last by default.",
+    "weights_only": "Whether checkpoints are read as data. A checkpoint that contains other objects"
+    " requires false: set it for files that you trust only, because they can run code.",
+    "trainer.default_root_dir": "Folder of the runs. Each fit has a new folder version_N in it.",
+    "federation.csv_name": "The table of rounds in the folder of the run; null writes no file.",
+    "checkpoint.dirpath": "Folder of the checkpoint; null uses the folder of the run.",
+}
+
+
+#: Options in the help of the commands other than ``fit``.
+OF_ALL = ("help", "config", "print_config", "threads", "ckpt_path", "weights_only", "subcommand")
+
+
+#: Options of all parsers; ``prog`` also with ``python -m lightning_fl``.
+PARSER = {
+    "prog": "lightning-fl",
+    "formatter_class": _Formatter,
+    "allow_abbrev": False,
+}
+
+
+def describe(parser: LightningArgumentParser, command: str) -> None:
+    """Set the texts of the help of a command."""
+    parser.usage = f"lightning-fl {command} --config FILE [options]"
+    parser.description = FIT if command == "fit" else f"{COMMANDS[command]} {WITH_FIT}"
+    for action in parser._actions:
+        action.help = HELP.get(action.dest, action.help)
+
+
+def check_file(path: str) -> None:
+    """Check that a file of a configuration is YAML with options.
+
+    Raises:
+        FederationError: If it is not, or if a key stands twice, of which YAML would keep the last.
+    """
+    with error_context(f"config {path} cannot be read", ValueError, yaml.YAMLError):
+        if yaml.load(read_text(path), _UniqueKeys) is None:
+            raise FederationError("it is empty")
+
+
+class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [str(key.value) for key, _ in node.value]
+        if len(set(keys)) < len(keys):
+            line = node.start_mark.line + 1
+            raise FederationError(f"duplicate key {max(keys, key=keys.count)} below line {line}")
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
