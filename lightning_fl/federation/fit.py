@@ -45,6 +45,7 @@ from lightning_fl.hooks import attributes_set
 from lightning_fl.runners import (
     ClientRunner,
     Declared,
+    SequentialRunner,
     VectorizedClients,
     client_runner,
     user_module,
@@ -109,6 +110,10 @@ class PreparedFit:
         check_smallest_batch(user, self.data)
         with evaluating(user), seeded_rng(0, user.device):  # dropout would change the output
             options.aggregator.prepare(user, self.data.example)
+        #: What trains clients one after another, and the client-side work of the aggregator that is
+        #: done on this machine; a server of clients elsewhere sets others.
+        self.runner_class: type[ClientRunner] = SequentialRunner
+        self.client_parts = options.aggregator.client_parts
         #: State written to checkpoints.
         self.boundary = RoundBoundary(trainer, key)
 
@@ -211,6 +216,7 @@ class Fit:
         self.aggregator, self.policy = self.options.aggregator, self.options.policy
         self.aggregator.load_client_network()
         self.exchange_frozen = prepared.exchange_frozen
+        self._runner_class = prepared.runner_class
         self.runner = self._make_runner()
         self.boundary.constants = self.runner.constants.parameters.values()
         undo.callback(self._close)
@@ -234,7 +240,7 @@ class Fit:
         self.aggregator.setup(self.federation)
         self.aggregator.to(server.device).start(server)
         #: Client-side work of the aggregator in addition to training.
-        self.parts = self.aggregator.client_parts()
+        self.parts = prepared.client_parts()
         self.schedulers = Schedulers(self.trainer, self.runner.optimizer_state)
         if self.schedulers.are_stepwise and self.planner.is_drawn:
             plan = self.planner.plan()
@@ -261,6 +267,7 @@ class Fit:
             keeps[self.options.optimizer_state],
             self.exchange_frozen,
             self.options.local_parameters,
+            self._runner_class,
         )
         runner.set_phases(self.options.phases)
         return runner
@@ -363,7 +370,8 @@ class Fit:
         self.processes.same_start(tensors)
         if not self.progress.round:
             runner.note_private()
-        cores, is_alone = os.cpu_count() or 1, self.trainer.world_size == 1
+        cores = os.cpu_count() or 1
+        is_alone = runner.trains_here and self.trainer.world_size == 1
         if isinstance(self.module, VectorizedClients):
             if self.module.runner is not None:
                 self._decide(self.module)

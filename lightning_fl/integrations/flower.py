@@ -107,7 +107,7 @@ class FederationStrategy(Strategy):
         self.server = server
         self.num_clients = check_integer("num_clients", num_clients, min=1)
         refuse_bfloat16(server)
-        self.checkpoint = None if checkpoint is None else Path(checkpoint)
+        self.checkpoint = checkpoint
         #: Client of each node.
         self.clients: dict[int, int] = {}
         self._work: dict[int, tuple[int, int]] = {}
@@ -124,7 +124,7 @@ class FederationStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the rules."""
-        rule, policy = type(self.server.rule).__name__, type(self.server.policy).__name__
+        rule, policy = type(self.server.aggregator).__name__, type(self.server.policy).__name__
         LOG.info("lightning_fl: %s, %s, %d clients", rule, policy, self.num_clients)
 
     def start(
@@ -162,13 +162,12 @@ class FederationStrategy(Strategy):
         found = (self._work[i] for i in range(self.num_clients))
         samples, batches = zip(*found, strict=True)
         initial = initial_arrays and initial_arrays.to_torch_state_dict()
-        self.server.begin(samples, batches, num_rounds, initial)
-        self._is_begun = True
         try:
+            self.server.begin(samples, batches, num_rounds, initial, self.checkpoint)
+            self._is_begun = True
             refuse_bfloat16(self.server)  # again: now in the precision of the Trainer
-            if self.checkpoint is not None and self.server.read(self.checkpoint):
-                LOG.info("resuming after round %d from %s", self.server.round, self.checkpoint)
-            done = self.server.round
+            if done := self.server.round:
+                LOG.info("resuming after round %d from %s", done, self.checkpoint)
             if done >= num_rounds:
                 rank_zero_warn(
                     f"{self.checkpoint} has all {num_rounds} rounds, and nothing is trained: raise"
@@ -332,8 +331,6 @@ class FederationStrategy(Strategy):
         if self._training and not found:
             raise FederationError(f"all clients have failed. {failure}")
         metrics = self.server.finish(found)
-        if self.checkpoint is not None:
-            self.server.write(self.checkpoint)
         known = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return self.arrays(), MetricRecord(known)
 
@@ -459,17 +456,16 @@ def reply_in(message: Message, client: int | None) -> dict[int, Reply]:
     return {sender: reply}
 
 
-#: Beginning of the names of a client's states, which end in the run and the round.
-STATE = "lightning_fl"
+#: Beginning of the names of a client's states in its context, before the id of an update.
+STATE = "lightning_fl."
 
 
 def read_kept(record: RecordDict, file: Path | None) -> Kept:
     """Return what a client has kept, in its context or in a file."""
     if file is not None:
         return Kept.read(file)
-    names = [name for name in record if name.startswith(f"{STATE}.")]
-    states = {int(name.split(".")[2]): record[name].to_torch_state_dict() for name in names}
-    return Kept(names[0].split(".")[1] if names else "", states)
+    names = [name for name in record if name.startswith(STATE)]
+    return Kept({int(n.removeprefix(STATE)): record[n].to_torch_state_dict() for n in names})
 
 
 def write_kept(kept: Kept, record: RecordDict, file: Path | None) -> None:
@@ -477,10 +473,10 @@ def write_kept(kept: Kept, record: RecordDict, file: Path | None) -> None:
     if file is not None:
         kept.write(file)
         return
-    for name in [name for name in record if name.startswith(f"{STATE}.")]:
+    for name in [name for name in record if name.startswith(STATE)]:
         del record[name]
-    for round, state in kept.states.items():
-        record[f"{STATE}.{kept.run}.{round}"] = ArrayRecord(dict(state))
+    for update, state in kept.states.items():
+        record[f"{STATE}{update}"] = ArrayRecord(dict(state))
 
 
 # --- clients --------------------------------------------------------------------------------------
@@ -540,11 +536,9 @@ def app_of(
     def train(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
         file = None if folder is None else file_of(client, folder)
-        task, kept = unpack_task(message.content), read_kept(context.state, file)
-        reply, state = remote(context).train(task, kept.at(task.run, task.last))
-        if reply.dropped is None:
-            kept = kept.after(task.run, task.last, task.round, state)
-            write_kept(kept, context.state, file)
+        task = unpack_task(message.content)
+        reply, kept = remote(context).train(task, read_kept(context.state, file))
+        write_kept(kept, context.state, file)
         return Message(pack_reply(client, reply), reply_to=message)
 
     return app

@@ -83,10 +83,11 @@ class FederationAggregator(ModelAggregator):
         super().__init__()
         self.checkpoint = checkpoint
         self._server = server = self.server()
-        if type(server.rule).models_for is not Aggregator.models_for:
+        rule = type(server.aggregator)
+        if rule.models_for is not Aggregator.models_for:
             raise FederationError(
-                f"{type(server.rule).__name__} starts clients from models of their own, and the"
-                " FedAvg controller of NVFlare sends one model to all: use FederatedLoop or"
+                f"{rule.__name__} starts clients from models of their own, and the FedAvg"
+                " controller of NVFlare sends one model to all: use FederatedLoop or"
                 " lightning_fl.integrations.flower, or another rule"
             )
         if not server.send_frozen:
@@ -140,8 +141,6 @@ class FederationAggregator(ModelAggregator):
             self._begin()
         elif not self._is_done():
             metrics = server.finish(self._replies)
-            if self.checkpoint is not None:
-                server.write(Path(self.checkpoint))
         model: Mapping[str, Any] = server.model()
         broadcast: Mapping[str, Any] = {}
         unsaved: Mapping[str, Any] = {}
@@ -179,10 +178,11 @@ class FederationAggregator(ModelAggregator):
         initial = self.fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)[ModelLearnableKey.WEIGHTS]
         self._sends_arrays = not any(isinstance(value, Tensor) for value in initial.values())
         samples, batches = zip(*(self._work[i] for i in range(count)), strict=True)
-        self._server.begin(samples, batches, self._num_rounds, tensors(initial))
+        num_rounds, server = self._num_rounds, self._server
+        server.begin(samples, batches, num_rounds, tensors(initial), self.checkpoint)
         self._is_begun = True
-        if self.checkpoint is not None and self._server.read(Path(self.checkpoint)):
-            rank_zero_info(f"resuming after round {self._server.round} from {self.checkpoint}")
+        if server.round:
+            rank_zero_info(f"resuming after round {server.round} from {self.checkpoint}")
 
     def _is_done(self) -> bool:
         """Return whether all rounds of training have ended."""
@@ -271,11 +271,9 @@ def run_client(
             broadcast=tensors(asked["broadcast"]),
         )
         kept = kept if file is None else Kept.read(file)
-        reply, state = remote.train(task, kept.at(task.run, task.last))
-        if reply.dropped is None:
-            kept = kept.after(task.run, task.last, task.round, state)
-            if file is not None:
-                kept.write(file)
+        reply, kept = remote.train(task, kept)
+        if file is not None:
+            kept.write(file)
         flare.send(pack_reply(own, task.round, reply))
 
 
