@@ -171,15 +171,17 @@ class RemoteClient:
             made.fit(self.module, datamodule=self.data)
         results, sent = loop.results, rule.sent
         reply = Reply(
-            torch.empty(0) if sent is None else sent.delta[0],
-            results.counters,
-            {} if sent is None else sent.extras,
+            at,
+            task.update,
             int(self.data.num_samples[at]),
             results.rates[at],
             results.losses.get(at, math.nan),
-            results.dropped.get(at),
+            results.dropped.get(at, ""),
+            torch.empty(0) if sent is None else sent.delta[0],
+            results.counters,
+            {} if sent is None else sent.extras,
         )
-        if reply.dropped is None:
+        if not reply.dropped:
             kept = kept.after(task.last, task.update, dict(loop.store.get(at)))
         return reply, kept
 

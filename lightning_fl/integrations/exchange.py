@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -187,23 +188,46 @@ class Reply:
     """Hold what a client sends back.
 
     Args:
-        delta: Update of the client, ``[P]``; empty if the client has no usable update.
-        counters: Integer buffers, ``[C]``.
-        extras: Tensors of the rule's client parts.
+        client: Id of the client.
+        update: Id of the update, from the task.
         num_samples: Number of training samples.
         lr: Mean learning rate over the local steps.
         loss: Loss of the received model in the first local step.
-        dropped: Why there is no usable update; None if there is one.
+        dropped: Why there is no usable update; empty if there is one.
+        delta: Update of the client, ``[P]``; empty if the client has no usable update.
+        counters: Integer buffers, ``[C]``.
+        extras: Tensors of the rule's client parts.
     """
 
-    delta: Tensor
-    counters: Tensor
-    extras: Mapping[str, Tensor]
+    client: int
+    update: int
     num_samples: int
     lr: float
     loss: float
-    dropped: str | None = None
+    dropped: str
+    delta: Tensor
+    counters: Tensor
+    extras: Mapping[str, Tensor]
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the numbers and texts of the reply, and its tensors."""
+        about = {name: value for name, value in vars(self).items() if name in ABOUT}
+        extras = {f"{EXTRA}{name}": value for name, value in self.extras.items()}
+        return about, {"delta": self.delta, "counters": self.counters, **extras}
+
+    @classmethod
+    def unpack(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Reply:
+        """Return the reply of which :meth:`pack` has returned the parts."""
+        extras = {n.removeprefix(EXTRA): t for n, t in tensors.items() if n.startswith(EXTRA)}
+        found = {name: kind(about[name]) for name, kind in ABOUT.items()}
+        return cls(**found, delta=tensors["delta"], counters=tensors["counters"], extras=extras)
 
 
-#: Numbers of a reply.
-NUMBERS = ("num_samples", "lr", "loss")
+#: Numbers and texts of a reply.
+ABOUT: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("client", "update", "num_samples"), int),
+    **dict.fromkeys(("lr", "loss"), float),
+    "dropped": str,
+}
+#: Beginning of the names of ``Reply.extras`` among the tensors of a reply.
+EXTRA = "extras."

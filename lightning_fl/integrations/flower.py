@@ -25,7 +25,6 @@ from lightning_fl.files import check_writable, error_context
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import (
     FIELDS,
-    NUMBERS,
     TENSORS,
     Kept,
     Reply,
@@ -317,7 +316,9 @@ class FederationStrategy(Strategy):
             node = message.metadata.src_node_id
             client = late.pop(node, None)
             try:
-                found.update(reply_in(message, client))
+                if client is None:
+                    raise FederationError("it does not train in this round")
+                found[client] = reply_in(message)
             except FederationError as error:
                 name = f"node {node}" if client is None else f"client {client}"
                 failure = f"{this}: {name} has failed and is dropped: {error}"
@@ -384,33 +385,10 @@ def unpack_task(content: RecordDict) -> Task:
     )
 
 
-def pack_reply(client: int, reply: Reply) -> RecordDict:
+def pack_reply(reply: Reply) -> RecordDict:
     """Return the content of a message with a reply."""
-    tensors = {"delta": reply.delta, "counters": reply.counters}
-    return RecordDict(
-        {
-            "reply": ConfigRecord({"client": client, "dropped": reply.dropped or ""}),
-            "numbers": MetricRecord({name: getattr(reply, name) for name in NUMBERS}),
-            "tensors": ArrayRecord(tensors),
-            "extras": ArrayRecord(dict(reply.extras)),
-        }
-    )
-
-
-def unpack_reply(content: RecordDict) -> tuple[int, Reply]:
-    """Return the client and the reply in the content of a message."""
-    about, numbers = content["reply"], content["numbers"]
-    tensors = content["tensors"].to_torch_state_dict()
-    reply = Reply(
-        tensors["delta"],
-        tensors["counters"],
-        content["extras"].to_torch_state_dict(),
-        int(numbers["num_samples"]),
-        float(numbers["lr"]),
-        float(numbers["loss"]),
-        about["dropped"] or None,
-    )
-    return int(about["client"]), reply
+    about, tensors = reply.pack()
+    return RecordDict({"reply": ConfigRecord(about), "tensors": ArrayRecord(tensors)})
 
 
 def content_of(message: Message) -> RecordDict:
@@ -438,22 +416,15 @@ def about_in(message: Message) -> dict[str, Any]:
         return {**known, "version": str(about.get("version", ""))}
 
 
-def reply_in(message: Message, client: int | None) -> dict[int, Reply]:
-    """Return the reply in a message, by its client.
-
-    Args:
-        message: The message.
-        client: Client of the node; None if it does not train.
+def reply_in(message: Message) -> Reply:
+    """Return the reply in a message.
 
     Raises:
         FederationError: If the client has failed, or the message is another one.
     """
     content = content_of(message)
     with error_context("its message is not a reply", Exception):
-        sender, reply = unpack_reply(content)
-    if sender != client:
-        raise FederationError(f"it has sent the reply of client {sender}")
-    return {sender: reply}
+        return Reply.unpack(content["reply"], content["tensors"].to_torch_state_dict())
 
 
 #: Beginning of the names of a client's states in its context, before the id of an update.
@@ -539,6 +510,6 @@ def app_of(
         task = unpack_task(message.content)
         reply, kept = remote(context).train(task, read_kept(context.state, file))
         write_kept(kept, context.state, file)
-        return Message(pack_reply(client, reply), reply_to=message)
+        return Message(pack_reply(reply), reply_to=message)
 
     return app

@@ -24,7 +24,6 @@ from lightning_fl.files import check_writable
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import (
     FIELDS,
-    NUMBERS,
     Kept,
     Reply,
     Task,
@@ -45,8 +44,6 @@ from nvflare.app_common.app_constant import AppConstants  # noqa: E402
 
 #: Key of what this library adds to the ``meta`` of NVFlare's models.
 KEY = "lightning_fl"
-#: Beginning of the names of ``Reply.extras`` among the parameters of a message.
-EXTRA = "extras."
 
 
 class FederationAggregator(ModelAggregator):
@@ -99,6 +96,8 @@ class FederationAggregator(ModelAggregator):
         self._replies: dict[int, Reply] = {}
         self._problem: str | None = None
         self._num_rounds, self._is_begun, self._sends_arrays = 0, False, False
+        #: Id of the updates of this round.
+        self._update = 0
 
     @abstractmethod
     def server(self) -> RemoteServer:
@@ -124,8 +123,8 @@ class FederationAggregator(ModelAggregator):
             except FederationError as error:
                 self._problem = str(error)
         elif self._site_of.get(client := int(found["client"])) == site:
-            if found["round"] == self._server.round:  # not a reply that comes late
-                self._replies[client] = unpack_reply(found, model.params)
+            if found["update"] == self._update:  # not a reply that comes late
+                self._replies[client] = Reply.unpack(found, tensors(model.params))
         else:
             rank_zero_warn(
                 f"{site} has joined after the first round and is not used: set min_clients of the"
@@ -149,6 +148,7 @@ class FederationAggregator(ModelAggregator):
             fields = {name: getattr(task, name) for name in FIELDS}
             plan.append({**fields, "values": dict(task.values)})
             model, unsaved, broadcast = task.model, task.unsaved, task.broadcast
+            self._update = task.update
         if self._sends_arrays:  # sites cannot read tensors
             model, unsaved, broadcast = map(arrays, (model, unsaved, broadcast))
         known = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -202,28 +202,11 @@ def arrays(found: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.cpu().numpy() for name, tensor in found.items()}
 
 
-def pack_reply(client: int, round: int, reply: Reply) -> FLModel:
+def pack_reply(reply: Reply) -> FLModel:
     """Return the message with a reply."""
-    numbers = {name: getattr(reply, name) for name in NUMBERS}
-    about = {"client": client, "round": round, "dropped": reply.dropped, **numbers}
-    extras = {f"{EXTRA}{name}": value for name, value in reply.extras.items()}
-    params = {"delta": reply.delta, "counters": reply.counters, **extras}
+    about, params = reply.pack()
     metrics = {"train_loss": reply.loss} if math.isfinite(reply.loss) else {}
     return FLModel(params=params, metrics=metrics, meta={KEY: about})
-
-
-def unpack_reply(about: Mapping[str, Any], params: Mapping[str, Any]) -> Reply:
-    """Return the reply in a message."""
-    found = tensors(params)
-    return Reply(
-        found.pop("delta"),
-        found.pop("counters"),
-        {name.removeprefix(EXTRA): value for name, value in found.items()},
-        int(about["num_samples"]),
-        float(about["lr"]),
-        float(about["loss"]),
-        about["dropped"],
-    )
 
 
 # --- sites ----------------------------------------------------------------------------------------
@@ -261,8 +244,9 @@ def run_client(
             continue
         plan = [each for each in asked["plan"] if each["client"] == own]
         if not plan:
-            idle = Reply(torch.zeros(0), torch.zeros(0), {}, 0, math.nan, math.nan, "not sampled")
-            flare.send(pack_reply(own, -1, idle))
+            none = torch.zeros(0)
+            idle = Reply(own, 0, 0, math.nan, math.nan, "not sampled", none, none, {})
+            flare.send(pack_reply(idle))
             continue
         task = Task(
             **plan[0],
@@ -274,7 +258,7 @@ def run_client(
         reply, kept = remote.train(task, kept)
         if file is not None:
             kept.write(file)
-        flare.send(pack_reply(own, task.round, reply))
+        flare.send(pack_reply(reply))
 
 
 def number_of(site: str) -> int:

@@ -397,8 +397,8 @@ class RemoteServer(FederatedLoop):
     def _collect(self, step: Step, client: int, reply: Reply | None) -> None:
         """Pass the update of a client to the rule, or drop the client."""
         round, runner = self._current, self.runner
-        if reply is None or reply.dropped is not None:
-            cause = None if reply is None else reply.dropped
+        if reply is None or reply.dropped:
+            cause = "" if reply is None else reply.dropped
             round.drop({client: cause if cause in CAUSES else "dropped_out"})
             return
         try:
@@ -411,15 +411,18 @@ class RemoteServer(FederatedLoop):
             if self.options.on_client_error == "raise":
                 raise
             self.store.new.pop(client, None)
-            rank_zero_warn(f"client {client} is dropped: {error}")
+            rank_zero_warn(f"round {round.plan.round + 1}: client {client} is dropped: {error}")
             round.drop({client: "dropped_out"})
 
     def _check(self, client: int, reply: Reply) -> None:
         """Check that an update is one of this federation.
 
         Raises:
-            FederationError: If it has another size or dtype, or the client has other samples.
+            FederationError: If it is one of another client or round or has another size or dtype,
+                or the client has other samples.
         """
+        if (reply.client, reply.update) != (client, self._exchange.update):
+            raise FederationError(f"it has sent an earlier reply, or that of client {reply.client}")
         if reply.num_samples != (known := int(self.fit.planner.num_samples[client])):
             raise FederationError(
                 f"it has trained {reply.num_samples} samples, and had {known} when the run began."

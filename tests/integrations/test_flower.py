@@ -458,30 +458,36 @@ def message(node, content):
     )
 
 
-def reply(client):
-    found = Reply(torch.ones(44).double(), torch.zeros(0).long(), {}, 12, 0.2, 0.5)
-    return pack_reply(client, found)
+def reply(client, made):
+    update = made.server._exchange.update
+    tensors = torch.ones(44).double(), torch.zeros(0).long(), {}
+    return pack_reply(Reply(client, update, 12, 0.2, 0.5, "", *tensors))
 
 
 @pytest.mark.parametrize(
-    ("messages", "match"),
+    ("node_and_client", "match"),
     [
-        ([(71, reply(0))], "client 1 has failed and is dropped: it has sent the reply of client 0"),
-        ([(71, RecordDict())], "client 1 has failed and is dropped: its message is not a reply"),
-        ([(72, reply(1))], "node 72 has failed and is dropped: it has sent the reply of client 1"),
-        ([], r"round 1: clients \[1\] have not replied within 3600 seconds and are dropped"),
-        ([(70, reply(0))], "node 70 has failed and is dropped: it has sent the reply of client 0"),
+        ((71, 0), "client 1 is dropped: it has sent an earlier reply, or that of client 0"),
+        ((71, None), "client 1 has failed and is dropped: its message is not a reply"),
+        ((72, 1), "node 72 has failed and is dropped: it does not train in this round"),
+        ((), r"round 1: clients \[1\] have not replied within 3600 seconds and are dropped"),
+        ((70, 0), "node 70 has failed and is dropped: it does not train in this round"),
     ],
 )
-def test_a_message_counts_for_the_client_of_its_node_alone(messages, match):
+def test_a_message_counts_for_the_client_of_its_node_alone(node_and_client, match):
     made, expected = in_the_run(begun()), in_the_run(begun())
     for each in (made, expected):
         each.configure_train(1, None, None, Nodes({70: node(0), 71: node(1)}))
+    more = []
+    if node_and_client:
+        sender, client = node_and_client
+        content = RecordDict() if client is None else reply(client, made)
+        more = [message(sender, content)]
     with pytest.warns(UserWarning, match="round 1: ") as caught:
-        made.aggregate_train(1, [message(70, reply(0)), *(message(*each) for each in messages)])
+        made.aggregate_train(1, [message(70, reply(0, made)), *more])
     assert any(re.search(match, str(each.message)) for each in caught)
     with pytest.warns(UserWarning, match="round 1: "):
-        expected.aggregate_train(1, [message(70, reply(0))])
+        expected.aggregate_train(1, [message(70, reply(0, expected))])
     assert largest_difference(made.server.module.state_dict(), expected.server.model()) == 0
 
 
