@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
 from lightning_fl.federation.resume import unsaved_values
 from lightning_fl.files import check_writable, error_context
@@ -34,8 +32,6 @@ from lightning_fl.integrations.exchange import (
 )
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
-from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError
 
 imported("flwr", "lightning_fl.integrations.flower", "flower")
@@ -63,41 +59,16 @@ GONE = 90.0
 LOG = logging.getLogger("flwr")
 
 
-def strategy(
-    aggregator: Aggregator | None = None,
-    policy: HyperparameterPolicy | None = None,
-    sampler: ClientSampler | None = None,
-    *,
-    module: LightningModule,
-    num_clients: int,
-    checkpoint: str | Path | None = None,
-    **options: Any,
-) -> FederationStrategy:
-    """Return a Flower strategy that plans and aggregates as ``FederatedLoop`` does.
+class FederationStrategy(Strategy):
+    """Flower strategy that plans and aggregates as ``FederatedLoop`` does.
 
     Args:
-        aggregator: Aggregation rule; None means :class:`~lightning_fl.aggregators.FedAvg`.
-        policy: Hyperparameters of each round and client; None means one local epoch.
-        sampler: Samples the clients of each round; None samples uniformly.
-        module: The LightningModule, with the initial global model. Afterwards it holds the last.
+        server: The server. Its module has the initial global model, and afterwards the last.
         num_clients: Number of clients. The first round begins when they are connected.
-        checkpoint: File with the state after each round. If it exists, the run resumes from it.
-        options: Options of :class:`~lightning_fl.integrations.server.RemoteServer`.
+        checkpoint: Checkpoint to write after each round. If it exists, the run resumes from it.
 
     Raises:
-        FederationError: If the rule or the policy needs all clients in one process.
-    """
-    server = RemoteServer(module, aggregator, policy, sampler, **options)
-    return FederationStrategy(server, num_clients, checkpoint)
-
-
-class FederationStrategy(Strategy):
-    """Flower strategy around a :class:`~lightning_fl.integrations.server.RemoteServer`.
-
-    Args:
-        server: The server.
-        num_clients: Number of clients.
-        checkpoint: File with the state after each round, or None.
+        FederationError: If a parameter or buffer is in bfloat16.
     """
 
     def __init__(
@@ -454,11 +425,7 @@ def write_kept(kept: Kept, record: RecordDict, file: Path | None) -> None:
 
 
 def client_app(
-    module: Callable[[], LightningModule],
-    data: Callable[[Context], Any],
-    aggregator: Callable[[], Aggregator] | None = None,
-    folder: str | Path | None = None,
-    **options: Any,
+    remote: Callable[[Context], RemoteClient], folder: str | Path | None = None
 ) -> ClientApp:
     """Return a Flower ``ClientApp`` that trains a LightningModule.
 
@@ -467,31 +434,9 @@ def client_app(
     ends with Flower's run, or in a folder.
 
     Args:
-        module: Function that returns the LightningModule.
-        data: Function of the context that returns the client's data set, or a
-            ``FederatedDataModule`` with all clients of a simulation.
-        aggregator: Function that returns the rule of the server, if it has client-side work (such
-            as :class:`~lightning_fl.aggregators.Scaffold`).
+        remote: Function of the context that returns the client. It is called for each message.
         folder: Folder on the node for what the client keeps, so that a run of a server that resumes
             finds it. None keeps it in ``Context.state``.
-        options: Options of :class:`~lightning_fl.integrations.client.RemoteClient`.
-    """
-
-    def remote(context: Context) -> RemoteClient:
-        rule = None if aggregator is None else aggregator()
-        return RemoteClient(module(), data(context), rule, **options)
-
-    return app_of(remote, folder)
-
-
-def app_of(
-    remote: Callable[[Context], RemoteClient], folder: str | Path | None = None
-) -> ClientApp:
-    """Return a Flower ``ClientApp``, as :func:`client_app` does.
-
-    Args:
-        remote: Function of the context that returns the client.
-        folder: Folder on the node for what the client keeps; None keeps it in ``Context.state``.
     """
     app = ClientApp()
 

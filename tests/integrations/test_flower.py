@@ -34,7 +34,7 @@ import flower_apps  # noqa: E402  # imports flwr
 from flwr.app import RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from lightning_fl.integrations.flower import pack_reply, strategy  # noqa: E402
+from lightning_fl.integrations.flower import FederationStrategy, pack_reply  # noqa: E402
 
 
 def by_the_loop(name, folder, rounds=5, clients=5, sampled=3):
@@ -259,10 +259,14 @@ def test_a_round_completes_whose_supernode_was_killed(deployed):
     assert largest_difference(found, module.state_dict()) == 0
 
 
-def begun(**options):
+def new(num_clients=2, checkpoint=None):
+    server = RemoteServer(flower_apps.module("FedAvg"), policy=flower_apps.policy(), seed=3)
+    return FederationStrategy(server, num_clients, checkpoint)
+
+
+def begun(checkpoint=None):
     """A strategy whose two clients are known, without nodes."""
-    module = flower_apps.module("FedAvg")
-    made = strategy(policy=flower_apps.policy(), module=module, num_clients=2, seed=3, **options)
+    made = new(checkpoint=checkpoint)
     made._work, made.clients = {0: (12, 3), 1: (12, 3)}, {70: 0, 71: 1}
     return made
 
@@ -318,15 +322,6 @@ def quick(monkeypatch):
     monkeypatch.setattr("lightning_fl.integrations.flower.PAUSE", 0.01)
     monkeypatch.setattr("lightning_fl.integrations.flower.NOTICE", 0.05)
     monkeypatch.setattr("lightning_fl.integrations.flower.GONE", 0.2)
-
-
-def new(num_clients=2):
-    return strategy(
-        policy=flower_apps.policy(),
-        module=flower_apps.module("FedAvg"),
-        num_clients=num_clients,
-        seed=3,
-    )
 
 
 def test_missing_clients_are_named_with_what_nodes_have_said(quick, caplog):
@@ -499,11 +494,11 @@ def test_options_that_do_not_reach_clients_are_refused():
 def test_parameters_in_bfloat16_are_refused():
     module = flower_apps.module("FedAvg").bfloat16()
     with pytest.raises(FederationError, match=r"net.0.weight is in bfloat16, which Flower cannot"):
-        strategy(module=module, num_clients=2)
+        FederationStrategy(RemoteServer(module), 2)
     module = flower_apps.module("FedAvg")
     module.register_buffer("angles", torch.ones(2, dtype=torch.bfloat16), persistent=False)
     with pytest.raises(FederationError, match="angles is in bfloat16, which Flower cannot"):
-        strategy(module=module, num_clients=2)
+        FederationStrategy(RemoteServer(module), 2)
     made = new()
     made.server.trainer_options = {"precision": "bf16-true"}
     made._work, made.clients = {0: (12, 3), 1: (12, 3)}, {70: 0, 71: 1}
