@@ -13,16 +13,12 @@ from uuid import uuid4
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator, DPFedAvg
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.datamodules.splits import Split
-from lightning_fl.federation.context import Federation
 from lightning_fl.federation.dropped import CAUSES, describe_losses
-from lightning_fl.federation.exchange import ClientContext, ClientPart
 from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.results import weights_and_losses
 from lightning_fl.federation.resume import unsaved_values
@@ -30,12 +26,11 @@ from lightning_fl.federation.round import Round
 from lightning_fl.files import check_writable, error_context
 from lightning_fl.hooks import quiet
 from lightning_fl.integrations.exchange import Reply, Task, client_side, exchange_id
+from lightning_fl.integrations.runner import Elsewhere, Exchange, RemoteRunner
 from lightning_fl.options import check_flag
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners import ClientRunner
-from lightning_fl.runners.optimizer import Rows
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import FederationError, RoundPlan, ServerState, Step
+from lightning_fl.types import FederationError, RoundPlan, Step
 
 #: Name of the logger of what a Trainer reports at the start and the end of each fit.
 LOG = "lightning.pytorch"
@@ -51,111 +46,6 @@ OF_SERVER = (
     "exchange_frozen",
     "local_parameters",
 )
-
-
-class RemoteRunner(ClientRunner):
-    """Clients on other machines: the module holds the model that is sent, a reply what comes back.
-
-    See :class:`~lightning_fl.runners.ClientRunner` for the methods.
-    """
-
-    trains_here = False
-    #: Reply of the client whose update is collected.
-    reply: Reply
-
-    def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
-        """Load the model from which the client starts."""
-        self.vector.write(state.vector[0])
-
-    def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
-        """Do nothing: the client gets them with its task."""
-
-    def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
-        """Return the update and the counters of the reply."""
-        device = state.vector.device
-        return self.reply.delta[None].to(device), self.reply.counters[None].to(device)
-
-    def reported(self, outputs: Any) -> Tensor:
-        """Return the loss of the reply."""
-        return torch.tensor([self.reply.loss], dtype=torch.float64)
-
-    def mean_lr(self, steps: int, lr: float) -> float:
-        """Return the learning rate of the reply."""
-        return self.reply.lr
-
-    def rows(self) -> list[dict[str, Tensor]]:
-        """Return nothing: the client keeps its tensors."""
-        return [{}]
-
-    def client_parameters(self) -> dict[str, Tensor]:
-        """Return nothing: no client trains here."""
-        return {}
-
-    def of_client(self, values: Tensor) -> Tensor | None:
-        """Return None: no client trains here."""
-        return None
-
-    def _trained_tensor(self, name: str) -> nn.Parameter:
-        return self.named_parameters[name]
-
-
-class Exchange(ClientPart):
-    """What the server does for a client, which does the work of the rule itself.
-
-    Its memory of a client is the last update that it has used.
-    """
-
-    def __init__(self) -> None:
-        #: Id of the updates of this round, and of the client's last used one.
-        self.update = self.last = 0
-        self.broadcast: Mapping[str, Tensor] = {}
-
-    def initial_memory(self, federation: Federation) -> dict[str, Tensor]:
-        """Return the id of no update."""
-        return {"last": torch.zeros((), dtype=torch.int64)}
-
-    def start(
-        self, client: ClientContext, memory: dict[str, Tensor], broadcast: Mapping[str, Tensor]
-    ) -> None:
-        """Note what the task of the client needs."""
-        self.last, self.broadcast = int(memory["last"]), broadcast
-
-    def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Remember the update, and return the tensors that came with it."""
-        memory["last"] = torch.full_like(memory["last"], self.update)
-        assert isinstance(client.runner, RemoteRunner)
-        extras = client.runner.reply.extras.items()
-        return {name: value.to(client.delta.device) for name, value in extras}
-
-
-class Elsewhere(FederatedDataModule):
-    """The data of clients on other machines, of which the sizes are known.
-
-    Args:
-        num_samples: Number of training samples of each client.
-        batches_per_epoch: Number of batches in a local epoch of each client.
-    """
-
-    checksum = ""  # a resumed run may have other samples, with a warning
-    sample_bytes = 0
-
-    def __init__(self, num_samples: Sequence[int], batches_per_epoch: Sequence[int]) -> None:
-        super().__init__(num_clients=len(num_samples), batch_size=None, val_size=0)
-        parts = [torch.zeros(1, dtype=torch.int64).expand(count) for count in num_samples]
-        self.split = Split(parts=parts, stream_steps=[parts], samples=f"{sum(num_samples)} samples")
-        self._num_batches = torch.tensor(batches_per_epoch, dtype=torch.int64)
-
-    @property
-    def batches_per_epoch(self) -> Tensor:
-        """Number of batches in a local epoch of each client."""
-        return self._num_batches
-
-    def example(self) -> None:
-        """Return None: there are no samples here."""
-
-    def train_dataloader(self) -> Any:
-        """Return batches that nobody reads."""
-        return [0] * int(self._num_batches.max())
 
 
 class RemoteServer(FederatedLoop):
