@@ -242,6 +242,12 @@ class FederatedLoop(Callback):
         """
         self._write_table(trainer)
         self.aggregator.load_client_network()
+        plan, count = self.plan(), trainer.fit_loop.max_batches
+        if count != len(plan.schedule):
+            raise FederationError(
+                f"round {plan.round + 1} has {len(plan.schedule)} local steps, but the training"
+                f" loader has {count} batches: use the training loader of the FederatedDataModule"
+            )
         self._round = Round(self.fit)
 
     def on_train_batch_start(
@@ -267,7 +273,7 @@ class FederatedLoop(Callback):
     ) -> None:
         """Record the loss that clients report for the model at the start of the round."""
         check_batch(batch)
-        self._current.report(batch_idx, outputs)
+        self._current.report(self._current.plan.schedule[batch_idx], outputs)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switch to the random stream of validation."""

@@ -403,7 +403,7 @@ class FederatedData(Protocol):
         """Yield an infinite stream of a client's training batches, batched as in a round."""
 
     def example(self) -> Any:
-        """Return a batch of two training samples."""
+        """Return a batch of two training samples; None if they are on other machines."""
 
     def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:
         """Return the batch sizes of ``count`` local steps of the clients, ``[count, k]``."""

@@ -193,6 +193,8 @@ def test_the_wheel_holds_every_module_and_config_once_and_nothing_else(wheel):
     others = {"lightning_fl/py.typed", *(f"lightning_fl/report/page.{s}" for s in ("html", "js"))}
     others |= {"lightning_fl/methods/index.md"}  # what `lightning-fl methods` reads
     others |= {f"lightning_fl/cli/project_files/{path.name}" for path in project.FILES.iterdir()}
+    app = (ROOT / "lightning_fl" / "integrations" / "flower_app").iterdir()
+    others |= {f"lightning_fl/integrations/flower_app/{path.name}" for path in app}
     assert names == Counter(modules() | configs | others)
 
 

@@ -284,7 +284,9 @@ def check_network(trainer: Trainer, module: LightningModule, data: FederatedData
     """Check that the network of a ``ClientModule`` accepts the shape of the samples."""
     if not isinstance(module, ClientModule):
         return
-    x, *_ = trainer.precision_plugin.convert_input(data.example())
+    if (example := data.example()) is None:
+        return
+    x, *_ = trainer.precision_plugin.convert_input(example)
     with evaluating(module), torch.no_grad(), seeded_rng(0, module.device):
         try:
             module(x.to(module.device))

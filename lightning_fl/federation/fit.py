@@ -43,6 +43,7 @@ from lightning_fl.hooks import attributes_set
 from lightning_fl.runners import (
     ClientRunner,
     Declared,
+    SequentialRunner,
     VectorizedClients,
     client_runner,
     user_module,
@@ -108,6 +109,10 @@ class PreparedFit:
         check_smallest_batch(user, self.data)
         with evaluating(user), seeded_rng(0, user.device):  # dropout would change the output
             options.aggregator.prepare(user, self.data.example)
+        #: What trains clients one after another, and the client-side work of the aggregator that is
+        #: done on this machine; a server of clients elsewhere sets others.
+        self.runner_class: type[ClientRunner] = SequentialRunner
+        self.client_parts = options.aggregator.client_parts
         #: State written to checkpoints.
         self.boundary = RoundBoundary(trainer, key)
 
@@ -209,6 +214,7 @@ class Fit:
         self.aggregator, self.policy = self.options.aggregator, self.options.policy
         self.aggregator.load_client_network()
         self.exchange_frozen = prepared.exchange_frozen
+        self._runner_class = prepared.runner_class
         self.runner = self._make_runner()
         undo.callback(self._close)
         check_phases_of_terms(self.runner.module, self.runner.phases.is_trained)
@@ -231,7 +237,7 @@ class Fit:
         self.aggregator.setup(self.federation)
         self.aggregator.to(server.device).start(server)
         #: Client-side work of the aggregator in addition to training.
-        self.parts = self.aggregator.client_parts()
+        self.parts = prepared.client_parts()
         self.schedulers = Schedulers(self.trainer, self.runner.optimizer_state)
         if self.schedulers.are_stepwise and self.planner.is_drawn:
             plan = self.planner.plan()
@@ -258,6 +264,7 @@ class Fit:
             keeps[self.options.optimizer_state],
             self.exchange_frozen,
             self.options.local_parameters,
+            self._runner_class,
         )
         runner.set_phases(self.options.phases)
         constants = runner.constants.parameters.values()
@@ -361,7 +368,8 @@ class Fit:
         self.processes.same_start(tensors)
         if not self.progress.round:
             runner.note_private()
-        cores, is_alone = os.cpu_count() or 1, self.trainer.world_size == 1
+        cores = os.cpu_count() or 1
+        is_alone = runner.trains_here and self.trainer.world_size == 1
         if isinstance(self.module, VectorizedClients):
             if self.module.runner is not None:
                 self._decide(self.module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -56,21 +57,15 @@ class Round:
     one. ``aggregate`` computes the next global model, and ``end`` ends the round after validation.
     For an interrupted round, ``abandon`` restores the previous global model instead.
 
+    Clients that train elsewhere are loaded and collected in the same way, without a batch between.
+
     Args:
         fit: Objects shared by the rounds of the fit.
-
-    Raises:
-        FederationError: If the training loader does not have the batches of the plan.
     """
 
     def __init__(self, fit: Fit) -> None:
         self.fit, self.plan = fit, fit.planner.plan()
-        plan, count = self.plan, fit.trainer.fit_loop.max_batches
-        if count != len(plan.schedule):
-            raise FederationError(
-                f"round {plan.round + 1} has {len(plan.schedule)} local steps, but the training"
-                f" loader has {count} batches: use the training loader of the FederatedDataModule"
-            )
+        plan = self.plan
         fit.progress.table.begin(fit.trainer.callback_metrics)
         #: State before any hook of the round, restored if the round is abandoned.
         self.before, self.schedule_before = fit.runner.read(), fit.schedulers.read()
@@ -186,7 +181,8 @@ class Round:
         fit.runner.start_phases(fit.planner.phase_ends(clients, self.plan.num_steps[rows]))
         values = self.plan.hyperparameters.items()
         fit.runner.set_hyperparameters({name: value[rows] for name, value in values})
-        call_hook(fit.module, "on_client_start")
+        if fit.runner.trains_here:
+            call_hook(fit.module, "on_client_start")
         self._client = self._context(step)
         self._part_memory = fit.memory.of_parts(clients)
         for part, memory in zip(fit.parts, self._part_memory, strict=True):
@@ -222,9 +218,9 @@ class Round:
         else:
             self._by_rounds = self.fit.schedulers.step_rounds(step, self._schedule)
 
-    def report(self, batch_idx: int, outputs: Any) -> None:
+    def report(self, step: Step, outputs: Any) -> None:
         """Record the losses that clients report after their first local step."""
-        if not (step := self.plan.schedule[batch_idx]).first:
+        if not step.first:
             return
         self._reported = self.fit.runner.reported(outputs).double()
         if self.fit.processes.share_samples:
@@ -338,7 +334,7 @@ class Round:
         num_samples, num_steps = fit.planner.num_samples[clients], self.plan.num_steps[rows]
         update = ClientUpdate(clients, delta, num_samples, num_steps, lr, extras)
         update, dropped = self._received(update)
-        self._drop(dropped)
+        self.drop(dropped)
         usable = torch.tensor([client not in dropped for client in clients.tolist()])
         if not usable.any():
             return
@@ -383,7 +379,7 @@ class Round:
             extras |= part.end(self._client, memory)
         return extras
 
-    def _drop(self, dropped: dict[int, str]) -> None:
+    def drop(self, dropped: dict[int, str]) -> None:
         """Record dropped clients, or end the run if ``on_client_error`` is ``raise``."""
         if dropped and self.fit.federation.on_client_error == "raise":
             raise FederationError(
@@ -552,7 +548,8 @@ class Round:
     def metrics(self) -> dict[str, Any]:
         """Return the columns of the loop for the table of rounds."""
         plan, dropped = self.plan, self.results.dropped
-        rates = [self.results.rates[client] for client in plan.clients.tolist()]
+        sent = self.results.rates  # by all clients, if they train here
+        rates = [sent[client] for client in plan.clients.tolist() if client in sent] or [math.nan]
         # The mean of equal values would round.
         lr = rates[0] if len(set(rates)) == 1 else fmean(rates)
         per_client = {count: self.traffic.of_a_client(count) for count in {*self._unused.values()}}

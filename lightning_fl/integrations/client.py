@@ -22,8 +22,21 @@ from lightning_fl.federation.exchange import ClientPart
 from lightning_fl.federation.results import Results
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.hooks import quiet
-from lightning_fl.integrations.exchange import Reply, Task, check_version, client_side, exchange_id
-from lightning_fl.integrations.server import LOG, counted, refuse_schedulers, trainer_of
+from lightning_fl.integrations.exchange import (
+    Kept,
+    Reply,
+    Task,
+    check_version,
+    client_side,
+    exchange_id,
+)
+from lightning_fl.integrations.server import (
+    LOG,
+    at_round,
+    counted,
+    refuse_schedulers,
+    trainer_of,
+)
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.runners.constants import digest
@@ -130,15 +143,15 @@ class RemoteClient:
             "version": __version__,
         }
 
-    def train(self, task: Task, kept: Mapping[str, Tensor]) -> tuple[Reply, dict[str, Tensor]]:
+    def train(self, task: Task, kept: Kept) -> tuple[Reply, Kept]:
         """Train the client in a round.
 
         Args:
             task: What the server has sent.
-            kept: State that this method returned in round ``task.last``; empty in the first round.
+            kept: What this method returned in the last round; ``Kept()`` in the first.
 
         Returns:
-            What to send back, and the state to keep.
+            What to send back, and what to keep.
 
         Raises:
             FederationError: If the server has another version of this package.
@@ -150,25 +163,27 @@ class RemoteClient:
         loop = OneClient(task, rule, **self.options)
         loop.progress.round = task.round
         loop.evaluates_clients = True  # nothing is validated here, so that no warning is due
-        if kept:
-            loop.store.put(at, dict(kept))
-            loop.store.commit()
+        loop.store.put(at, dict(kept.at(task.last)))
+        loop.store.commit()
         made = trainer_of(self.trainer, loop, task.num_rounds)
-        progress: Any = made.fit_loop.epoch_progress.current
-        progress.ready = progress.started = progress.processed = progress.completed = task.round
+        at_round(made, task.round)
         with quiet(LOG):
             made.fit(self.module, datamodule=self.data)
         results, sent = loop.results, rule.sent
         reply = Reply(
-            torch.empty(0) if sent is None else sent.delta[0],
-            results.counters,
-            {} if sent is None else sent.extras,
+            at,
+            task.update,
             int(self.data.num_samples[at]),
             results.rates[at],
             results.losses.get(at, math.nan),
-            results.dropped.get(at),
+            results.dropped.get(at, ""),
+            torch.empty(0) if sent is None else sent.delta[0],
+            results.counters,
+            {} if sent is None else sent.extras,
         )
-        return reply, dict(loop.store.get(at))
+        if not reply.dropped:
+            kept = kept.after(task.last, task.update, dict(loop.store.get(at)))
+        return reply, kept
 
 
 class ToServer(Aggregator):
@@ -296,6 +311,7 @@ class OneClient(FederatedLoop):
             clients_per_round=1,
             seed=task.seed,
             csv_name=None,
+            check=False,  # of a step after another client
             **options,
         )
         self._task = task
@@ -309,12 +325,12 @@ class OneClient(FederatedLoop):
         refuse_schedulers(trainer, pl_module)
         self._load(pl_module)
         super().on_fit_start(trainer, pl_module)
-        if exchange_id(self.fit.runner, self.options.buffer_policy) != self._task.exchanged:
+        if exchange_id(self.runner) != self._task.exchanged:
             raise FederationError(
                 "this client exchanges other parameters or buffers than the server: use the same"
                 " module, precision, buffers, exchange_frozen and local_parameters on both"
             )
-        frozen = self.fit.runner.constants.parameters
+        frozen = self.runner.constants.parameters
         if self._task.frozen and digest(frozen) != self._task.frozen:
             raise FederationError(
                 "the frozen parameters of this client are not those of the server: create the"

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromClients
 from lightning_fl.integrations.client import OF_CLIENT, RemoteClient
-from lightning_fl.integrations.server import RemoteServer
+from lightning_fl.integrations.server import OF_SERVER, RemoteServer
 
 #: Options of the Trainer that the local training of a client depends on.
 TRAINING = (
@@ -46,16 +46,6 @@ ELSEWHERE = (
     "profiler",
     "strategy",
     "val_check_interval",
-)
-#: Options of a ``FederatedLoop`` that a server needs.
-OF_SERVER = (
-    "clients_per_round",
-    "client_fraction",
-    "min_clients",
-    "on_client_error",
-    "buffers",
-    "exchange_frozen",
-    "local_parameters",
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import sha256
@@ -25,14 +25,14 @@ class Task:
     """Hold what the server sends to a client in a round.
 
     Args:
-        run: Id of the run: states that clients keep from another run are not used.
+        update: Id of the update that the client will send: a random number from 1.
+        last: Id of the client's last update that the server has used; 0 if there is none.
         round: Index of the round.
         client: Id of the client.
         num_clients: Number of clients in the federation.
         num_rounds: Number of rounds of the run, the client's ``Trainer.max_epochs``.
         seed: Seed of the run.
         num_steps: Number of local steps.
-        last: Round of the client's last update that the server has used; -1 if there is none.
         rule: The server's aggregation rule if it has client-side work, else empty; see
             :func:`client_side`.
         exchanged: Digest of what is exchanged; see :func:`exchange_id`.
@@ -47,14 +47,14 @@ class Task:
         version: Version of this package on the server; empty if it is older than this entry.
     """
 
-    run: str
+    update: int
+    last: int
     round: int
     client: int
     num_clients: int
     num_rounds: int
     seed: int
     num_steps: int
-    last: int
     rule: str
     exchanged: str
     num_trained: int
@@ -106,71 +106,61 @@ def client_side(rule: Aggregator) -> str:
     return " of ".join(describe(each) for each in rule.modules() if isinstance(each, Aggregator))
 
 
-def exchange_id(runner: ClientRunner, buffers: str) -> str:
+def exchange_id(runner: ClientRunner) -> str:
     """Return a digest of the names, shapes and dtypes that a server and its clients exchange.
 
     Args:
         runner: Runner of the module.
-        buffers: How buffers are combined.
     """
-    layout: Any = runner.layout
+    layout = runner.layout
     counters = {name: tuple(t.shape) for name, t in runner.named_counters.items()}
     shapes = {name: tuple(shape) for name, shape in layout.shapes.items()}
-    kinds = (layout.num_parameters, str(layout.dtype), sorted(runner.private), buffers)
-    found = (shapes, counters, kinds)
-    return sha256(repr(found).encode()).hexdigest()[:16]
+    kinds = (layout.num_parameters, str(layout.dtype), sorted(runner.private), runner.buffers)
+    return sha256(repr((shapes, counters, kinds)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Hold the states that a client keeps: after its last used update, and after its last round.
+    """Hold the states that a client keeps: after its last used update, and after its last one.
 
     The server may not have used the last update, because it arrived too late or the server was
-    killed. The client then continues from the state before that round, also if this happens
-    in several rounds in a row.
+    killed. The client then continues from the state before, also if this happens several times.
 
     Args:
-        run: Id of the run that the states are from.
-        states: State after a round, by round.
+        states: State after an update, by the id of the update.
 
     Example:
         >>> import torch
-        >>> kept = Kept().after("a", -1, 0, {"c": torch.zeros(1)})
-        >>> kept = kept.after("a", 0, 4, {"c": torch.ones(1)})
-        >>> kept.at("a", 4)["c"], kept.at("a", 0)["c"], kept.at("a", -1)
+        >>> kept = Kept().after(0, 11, {"c": torch.zeros(1)}).after(11, 12, {"c": torch.ones(1)})
+        >>> kept.at(12)["c"], kept.at(11)["c"], kept.at(0)
         (tensor([1.]), tensor([0.]), {})
     """
 
-    run: str = ""
     states: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
-    def at(self, run: str, round: int) -> Mapping[str, Tensor]:
-        """Return the state after a round; empty before the first, or if it is lost.
+    def at(self, update: int) -> Mapping[str, Tensor]:
+        """Return the state after an update; empty before the first, or if it is lost.
 
         Args:
-            run: Id of the run.
-            round: Index of the round; -1 is before the first.
+            update: Id of the update; 0 is before the first.
         """
-        states = self.states if run == self.run else {}
-        if round >= 0 and round not in states:
+        if update and update not in self.states:
             rank_zero_warn(
-                f"this client has lost its state of round {round + 1}, and continues without:"
+                "this client has lost its state after its last used update, and continues without:"
                 " control variates, optimizer state and local parameters start anew"
             )
-        return states.get(round, {})
+        return self.states.get(update, {})
 
-    def after(self, run: str, used: int, round: int, state: Mapping[str, Tensor]) -> Kept:
-        """Return the state of a new round, and that of the last used update.
+    def after(self, last: int, update: int, state: Mapping[str, Tensor]) -> Kept:
+        """Return the states after a new update, and after the last used one.
 
         Args:
-            run: Id of the run.
-            used: Round of the client's last update that the server has used; -1 if there is none.
-            round: Index of the new round.
+            last: Id of the client's last update that the server has used; 0 if there is none.
+            update: Id of the new update.
             state: The state after it.
         """
-        states = self.states if run == self.run else {}
-        before = {used: states[used]} if used in states else {}
-        return Kept(run, {**before, round: state})
+        before = {last: self.states[last]} if last in self.states else {}
+        return Kept({**before, update: state})
 
     @classmethod
     def read(cls, file: Path) -> Kept:
@@ -185,8 +175,7 @@ class Kept:
 
     def write(self, file: Path) -> None:
         """Write the states into a file."""
-        contents = {"run": self.run, "states": dict(self.states)}
-        write_atomically(file, partial(torch.save, contents))
+        write_atomically(file, partial(torch.save, {"states": dict(self.states)}))
 
 
 def file_of(client: int, folder: str | Path) -> Path:
@@ -199,23 +188,46 @@ class Reply:
     """Hold what a client sends back.
 
     Args:
-        delta: Update of the client, ``[P]``; empty if the client has no usable update.
-        counters: Integer buffers, ``[C]``.
-        extras: Tensors of the rule's client parts.
+        client: Id of the client.
+        update: Id of the update, from the task.
         num_samples: Number of training samples.
         lr: Mean learning rate over the local steps.
         loss: Loss of the received model in the first local step.
-        dropped: Why there is no usable update; None if there is one.
+        dropped: Why there is no usable update; empty if there is one.
+        delta: Update of the client, ``[P]``; empty if the client has no usable update.
+        counters: Integer buffers, ``[C]``.
+        extras: Tensors of the rule's client parts.
     """
 
-    delta: Tensor
-    counters: Tensor
-    extras: Mapping[str, Tensor]
+    client: int
+    update: int
     num_samples: int
     lr: float
     loss: float
-    dropped: str | None = None
+    dropped: str
+    delta: Tensor
+    counters: Tensor
+    extras: Mapping[str, Tensor]
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the numbers and texts of the reply, and its tensors."""
+        about = {name: value for name, value in vars(self).items() if name in ABOUT}
+        extras = {f"{EXTRA}{name}": value for name, value in self.extras.items()}
+        return about, {"delta": self.delta, "counters": self.counters, **extras}
+
+    @classmethod
+    def unpack(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Reply:
+        """Return the reply of which :meth:`pack` has returned the parts."""
+        extras = {n.removeprefix(EXTRA): t for n, t in tensors.items() if n.startswith(EXTRA)}
+        found = {name: kind(about[name]) for name, kind in ABOUT.items()}
+        return cls(**found, delta=tensors["delta"], counters=tensors["counters"], extras=extras)
 
 
-#: Numbers of a reply.
-NUMBERS = ("num_samples", "lr", "loss")
+#: Numbers and texts of a reply.
+ABOUT: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("client", "update", "num_samples"), int),
+    **dict.fromkeys(("lr", "loss"), float),
+    "dropped": str,
+}
+#: Beginning of the names of ``Reply.extras`` among the tensors of a reply.
+EXTRA = "extras."

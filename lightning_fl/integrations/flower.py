@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
 from lightning_fl.federation.checkpoints import unsaved_values
 from lightning_fl.files import check_writable, error_context
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import (
     FIELDS,
-    NUMBERS,
     TENSORS,
     Kept,
     Reply,
@@ -35,8 +32,6 @@ from lightning_fl.integrations.exchange import (
 )
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
-from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError
 
 imported("flwr", "lightning_fl.integrations.flower", "flower")
@@ -64,41 +59,16 @@ GONE = 90.0
 LOG = logging.getLogger("flwr")
 
 
-def strategy(
-    aggregator: Aggregator | None = None,
-    policy: HyperparameterPolicy | None = None,
-    sampler: ClientSampler | None = None,
-    *,
-    module: LightningModule,
-    num_clients: int,
-    checkpoint: str | Path | None = None,
-    **options: Any,
-) -> FederationStrategy:
-    """Return a Flower strategy that plans and aggregates as ``FederatedLoop`` does.
+class FederationStrategy(Strategy):
+    """Flower strategy that plans and aggregates as ``FederatedLoop`` does.
 
     Args:
-        aggregator: Aggregation rule; None means :class:`~lightning_fl.aggregators.FedAvg`.
-        policy: Hyperparameters of each round and client; None means one local epoch.
-        sampler: Samples the clients of each round; None samples uniformly.
-        module: The LightningModule, with the initial global model. Afterwards it holds the last.
+        server: The server. Its module has the initial global model, and afterwards the last.
         num_clients: Number of clients. The first round begins when they are connected.
-        checkpoint: File with the state after each round. If it exists, the run resumes from it.
-        options: Options of :class:`~lightning_fl.integrations.server.RemoteServer`.
+        checkpoint: Checkpoint to write after each round. If it exists, the run resumes from it.
 
     Raises:
-        FederationError: If the rule or the policy needs all clients in one process.
-    """
-    server = RemoteServer(module, aggregator, policy, sampler, **options)
-    return FederationStrategy(server, num_clients, checkpoint)
-
-
-class FederationStrategy(Strategy):
-    """Flower strategy around a :class:`~lightning_fl.integrations.server.RemoteServer`.
-
-    Args:
-        server: The server.
-        num_clients: Number of clients.
-        checkpoint: File with the state after each round, or None.
+        FederationError: If a parameter or buffer is in bfloat16.
     """
 
     def __init__(
@@ -107,7 +77,7 @@ class FederationStrategy(Strategy):
         self.server = server
         self.num_clients = check_integer("num_clients", num_clients, min=1)
         refuse_bfloat16(server)
-        self.checkpoint = None if checkpoint is None else Path(checkpoint)
+        self.checkpoint = checkpoint
         #: Client of each node.
         self.clients: dict[int, int] = {}
         self._work: dict[int, tuple[int, int]] = {}
@@ -124,7 +94,7 @@ class FederationStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the rules."""
-        rule, policy = type(self.server.rule).__name__, type(self.server.policy).__name__
+        rule, policy = type(self.server.aggregator).__name__, type(self.server.policy).__name__
         LOG.info("lightning_fl: %s, %s, %d clients", rule, policy, self.num_clients)
 
     def start(
@@ -162,13 +132,12 @@ class FederationStrategy(Strategy):
         found = (self._work[i] for i in range(self.num_clients))
         samples, batches = zip(*found, strict=True)
         initial = initial_arrays and initial_arrays.to_torch_state_dict()
-        self.server.begin(samples, batches, num_rounds, initial)
-        self._is_begun = True
         try:
+            self.server.begin(samples, batches, num_rounds, initial, self.checkpoint)
+            self._is_begun = True
             refuse_bfloat16(self.server)  # again: now in the precision of the Trainer
-            if self.checkpoint is not None and self.server.read(self.checkpoint):
-                LOG.info("resuming after round %d from %s", self.server.round, self.checkpoint)
-            done = self.server.round
+            if done := self.server.round:
+                LOG.info("resuming after round %d from %s", done, self.checkpoint)
             if done >= num_rounds:
                 rank_zero_warn(
                     f"{self.checkpoint} has all {num_rounds} rounds, and nothing is trained: raise"
@@ -318,7 +287,9 @@ class FederationStrategy(Strategy):
             node = message.metadata.src_node_id
             client = late.pop(node, None)
             try:
-                found.update(reply_in(message, client))
+                if client is None:
+                    raise FederationError("it does not train in this round")
+                found[client] = reply_in(message)
             except FederationError as error:
                 name = f"node {node}" if client is None else f"client {client}"
                 failure = f"{this}: {name} has failed and is dropped: {error}"
@@ -332,8 +303,6 @@ class FederationStrategy(Strategy):
         if self._training and not found:
             raise FederationError(f"all clients have failed. {failure}")
         metrics = self.server.finish(found)
-        if self.checkpoint is not None:
-            self.server.write(self.checkpoint)
         known = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return self.arrays(), MetricRecord(known)
 
@@ -387,33 +356,10 @@ def unpack_task(content: RecordDict) -> Task:
     )
 
 
-def pack_reply(client: int, reply: Reply) -> RecordDict:
+def pack_reply(reply: Reply) -> RecordDict:
     """Return the content of a message with a reply."""
-    tensors = {"delta": reply.delta, "counters": reply.counters}
-    return RecordDict(
-        {
-            "reply": ConfigRecord({"client": client, "dropped": reply.dropped or ""}),
-            "numbers": MetricRecord({name: getattr(reply, name) for name in NUMBERS}),
-            "tensors": ArrayRecord(tensors),
-            "extras": ArrayRecord(dict(reply.extras)),
-        }
-    )
-
-
-def unpack_reply(content: RecordDict) -> tuple[int, Reply]:
-    """Return the client and the reply in the content of a message."""
-    about, numbers = content["reply"], content["numbers"]
-    tensors = content["tensors"].to_torch_state_dict()
-    reply = Reply(
-        tensors["delta"],
-        tensors["counters"],
-        content["extras"].to_torch_state_dict(),
-        int(numbers["num_samples"]),
-        float(numbers["lr"]),
-        float(numbers["loss"]),
-        about["dropped"] or None,
-    )
-    return int(about["client"]), reply
+    about, tensors = reply.pack()
+    return RecordDict({"reply": ConfigRecord(about), "tensors": ArrayRecord(tensors)})
 
 
 def content_of(message: Message) -> RecordDict:
@@ -441,35 +387,27 @@ def about_in(message: Message) -> dict[str, Any]:
         return {**known, "version": str(about.get("version", ""))}
 
 
-def reply_in(message: Message, client: int | None) -> dict[int, Reply]:
-    """Return the reply in a message, by its client.
-
-    Args:
-        message: The message.
-        client: Client of the node; None if it does not train.
+def reply_in(message: Message) -> Reply:
+    """Return the reply in a message.
 
     Raises:
         FederationError: If the client has failed, or the message is another one.
     """
     content = content_of(message)
     with error_context("its message is not a reply", Exception):
-        sender, reply = unpack_reply(content)
-    if sender != client:
-        raise FederationError(f"it has sent the reply of client {sender}")
-    return {sender: reply}
+        return Reply.unpack(content["reply"], content["tensors"].to_torch_state_dict())
 
 
-#: Beginning of the names of a client's states, which end in the run and the round.
-STATE = "lightning_fl"
+#: Beginning of the names of a client's states in its context, before the id of an update.
+STATE = "lightning_fl."
 
 
 def read_kept(record: RecordDict, file: Path | None) -> Kept:
     """Return what a client has kept, in its context or in a file."""
     if file is not None:
         return Kept.read(file)
-    names = [name for name in record if name.startswith(f"{STATE}.")]
-    states = {int(name.split(".")[2]): record[name].to_torch_state_dict() for name in names}
-    return Kept(names[0].split(".")[1] if names else "", states)
+    names = [name for name in record if name.startswith(STATE)]
+    return Kept({int(n.removeprefix(STATE)): record[n].to_torch_state_dict() for n in names})
 
 
 def write_kept(kept: Kept, record: RecordDict, file: Path | None) -> None:
@@ -477,21 +415,17 @@ def write_kept(kept: Kept, record: RecordDict, file: Path | None) -> None:
     if file is not None:
         kept.write(file)
         return
-    for name in [name for name in record if name.startswith(f"{STATE}.")]:
+    for name in [name for name in record if name.startswith(STATE)]:
         del record[name]
-    for round, state in kept.states.items():
-        record[f"{STATE}.{kept.run}.{round}"] = ArrayRecord(dict(state))
+    for update, state in kept.states.items():
+        record[f"{STATE}{update}"] = ArrayRecord(dict(state))
 
 
 # --- clients --------------------------------------------------------------------------------------
 
 
 def client_app(
-    module: Callable[[], LightningModule],
-    data: Callable[[Context], Any],
-    aggregator: Callable[[], Aggregator] | None = None,
-    folder: str | Path | None = None,
-    **options: Any,
+    remote: Callable[[Context], RemoteClient], folder: str | Path | None = None
 ) -> ClientApp:
     """Return a Flower ``ClientApp`` that trains a LightningModule.
 
@@ -500,31 +434,9 @@ def client_app(
     ends with Flower's run, or in a folder.
 
     Args:
-        module: Function that returns the LightningModule.
-        data: Function of the context that returns the client's data set, or a
-            ``FederatedDataModule`` with all clients of a simulation.
-        aggregator: Function that returns the rule of the server, if it has client-side work (such
-            as :class:`~lightning_fl.aggregators.Scaffold`).
+        remote: Function of the context that returns the client. It is called for each message.
         folder: Folder on the node for what the client keeps, so that a run of a server that resumes
             finds it. None keeps it in ``Context.state``.
-        options: Options of :class:`~lightning_fl.integrations.client.RemoteClient`.
-    """
-
-    def remote(context: Context) -> RemoteClient:
-        rule = None if aggregator is None else aggregator()
-        return RemoteClient(module(), data(context), rule, **options)
-
-    return app_of(remote, folder)
-
-
-def app_of(
-    remote: Callable[[Context], RemoteClient], folder: str | Path | None = None
-) -> ClientApp:
-    """Return a Flower ``ClientApp``, as :func:`client_app` does.
-
-    Args:
-        remote: Function of the context that returns the client.
-        folder: Folder on the node for what the client keeps; None keeps it in ``Context.state``.
     """
     app = ClientApp()
 
@@ -540,11 +452,9 @@ def app_of(
     def train(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
         file = None if folder is None else file_of(client, folder)
-        task, kept = unpack_task(message.content), read_kept(context.state, file)
-        reply, state = remote(context).train(task, kept.at(task.run, task.last))
-        if reply.dropped is None:
-            kept = kept.after(task.run, task.last, task.round, state)
-            write_kept(kept, context.state, file)
-        return Message(pack_reply(client, reply), reply_to=message)
+        task = unpack_task(message.content)
+        reply, kept = remote(context).train(task, read_kept(context.state, file))
+        write_kept(kept, context.state, file)
+        return Message(pack_reply(reply), reply_to=message)
 
     return app

@@ -24,7 +24,6 @@ from lightning_fl.files import check_writable
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import (
     FIELDS,
-    NUMBERS,
     Kept,
     Reply,
     Task,
@@ -45,8 +44,6 @@ from nvflare.app_common.app_constant import AppConstants  # noqa: E402
 
 #: Key of what this library adds to the ``meta`` of NVFlare's models.
 KEY = "lightning_fl"
-#: Beginning of the names of ``Reply.extras`` among the parameters of a message.
-EXTRA = "extras."
 
 
 class FederationAggregator(ModelAggregator):
@@ -83,10 +80,11 @@ class FederationAggregator(ModelAggregator):
         super().__init__()
         self.checkpoint = checkpoint
         self._server = server = self.server()
-        if type(server.rule).models_for is not Aggregator.models_for:
+        rule = type(server.aggregator)
+        if rule.models_for is not Aggregator.models_for:
             raise FederationError(
-                f"{type(server.rule).__name__} starts clients from models of their own, and the"
-                " FedAvg controller of NVFlare sends one model to all: use FederatedLoop or"
+                f"{rule.__name__} starts clients from models of their own, and the FedAvg"
+                " controller of NVFlare sends one model to all: use FederatedLoop or"
                 " lightning_fl.integrations.flower, or another rule"
             )
         if not server.send_frozen:
@@ -98,6 +96,8 @@ class FederationAggregator(ModelAggregator):
         self._replies: dict[int, Reply] = {}
         self._problem: str | None = None
         self._num_rounds, self._is_begun, self._sends_arrays = 0, False, False
+        #: Id of the updates of this round.
+        self._update = 0
 
     @abstractmethod
     def server(self) -> RemoteServer:
@@ -123,8 +123,8 @@ class FederationAggregator(ModelAggregator):
             except FederationError as error:
                 self._problem = str(error)
         elif self._site_of.get(client := int(found["client"])) == site:
-            if found["round"] == self._server.round:  # not a reply that comes late
-                self._replies[client] = unpack_reply(found, model.params)
+            if found["update"] == self._update:  # not a reply that comes late
+                self._replies[client] = Reply.unpack(found, tensors(model.params))
         else:
             rank_zero_warn(
                 f"{site} has joined after the first round and is not used: set min_clients of the"
@@ -140,8 +140,6 @@ class FederationAggregator(ModelAggregator):
             self._begin()
         elif not self._is_done():
             metrics = server.finish(self._replies)
-            if self.checkpoint is not None:
-                server.write(Path(self.checkpoint))
         model: Mapping[str, Any] = server.model()
         broadcast: Mapping[str, Any] = {}
         unsaved: Mapping[str, Any] = {}
@@ -150,6 +148,7 @@ class FederationAggregator(ModelAggregator):
             fields = {name: getattr(task, name) for name in FIELDS}
             plan.append({**fields, "values": dict(task.values)})
             model, unsaved, broadcast = task.model, task.unsaved, task.broadcast
+            self._update = task.update
         if self._sends_arrays:  # sites cannot read tensors
             model, unsaved, broadcast = map(arrays, (model, unsaved, broadcast))
         known = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -179,10 +178,11 @@ class FederationAggregator(ModelAggregator):
         initial = self.fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)[ModelLearnableKey.WEIGHTS]
         self._sends_arrays = not any(isinstance(value, Tensor) for value in initial.values())
         samples, batches = zip(*(self._work[i] for i in range(count)), strict=True)
-        self._server.begin(samples, batches, self._num_rounds, tensors(initial))
+        num_rounds, server = self._num_rounds, self._server
+        server.begin(samples, batches, num_rounds, tensors(initial), self.checkpoint)
         self._is_begun = True
-        if self.checkpoint is not None and self._server.read(Path(self.checkpoint)):
-            rank_zero_info(f"resuming after round {self._server.round} from {self.checkpoint}")
+        if server.round:
+            rank_zero_info(f"resuming after round {server.round} from {self.checkpoint}")
 
     def _is_done(self) -> bool:
         """Return whether all rounds of training have ended."""
@@ -202,28 +202,11 @@ def arrays(found: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.cpu().numpy() for name, tensor in found.items()}
 
 
-def pack_reply(client: int, round: int, reply: Reply) -> FLModel:
+def pack_reply(reply: Reply) -> FLModel:
     """Return the message with a reply."""
-    numbers = {name: getattr(reply, name) for name in NUMBERS}
-    about = {"client": client, "round": round, "dropped": reply.dropped, **numbers}
-    extras = {f"{EXTRA}{name}": value for name, value in reply.extras.items()}
-    params = {"delta": reply.delta, "counters": reply.counters, **extras}
+    about, params = reply.pack()
     metrics = {"train_loss": reply.loss} if math.isfinite(reply.loss) else {}
     return FLModel(params=params, metrics=metrics, meta={KEY: about})
-
-
-def unpack_reply(about: Mapping[str, Any], params: Mapping[str, Any]) -> Reply:
-    """Return the reply in a message."""
-    found = tensors(params)
-    return Reply(
-        found.pop("delta"),
-        found.pop("counters"),
-        {name.removeprefix(EXTRA): value for name, value in found.items()},
-        int(about["num_samples"]),
-        float(about["lr"]),
-        float(about["loss"]),
-        about["dropped"],
-    )
 
 
 # --- sites ----------------------------------------------------------------------------------------
@@ -261,8 +244,9 @@ def run_client(
             continue
         plan = [each for each in asked["plan"] if each["client"] == own]
         if not plan:
-            idle = Reply(torch.zeros(0), torch.zeros(0), {}, 0, math.nan, math.nan, "not sampled")
-            flare.send(pack_reply(own, -1, idle))
+            none = torch.zeros(0)
+            idle = Reply(own, 0, 0, math.nan, math.nan, "not sampled", none, none, {})
+            flare.send(pack_reply(idle))
             continue
         task = Task(
             **plan[0],
@@ -271,12 +255,10 @@ def run_client(
             broadcast=tensors(asked["broadcast"]),
         )
         kept = kept if file is None else Kept.read(file)
-        reply, state = remote.train(task, kept.at(task.run, task.last))
-        if reply.dropped is None:
-            kept = kept.after(task.run, task.last, task.round, state)
-            if file is not None:
-                kept.write(file)
-        flare.send(pack_reply(own, task.round, reply))
+        reply, kept = remote.train(task, kept)
+        if file is not None:
+            kept.write(file)
+        flare.send(pack_reply(reply))
 
 
 def number_of(site: str) -> int:

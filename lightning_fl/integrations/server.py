@@ -3,91 +3,76 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator, DPFedAvg
-from lightning_fl.federation.checkpoints import changes, load_unsaved, unsaved_values
-from lightning_fl.federation.checks import (
-    check_module,
-    check_policy,
-    checked_optimizers,
-    warn_of_averaged_buffers,
-    warn_of_running_statistics,
-)
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.dropped import (
-    CAUSES,
-    describe_dropped,
-    describe_kept_model,
-    describe_losses,
-)
-from lightning_fl.federation.plan import draw_clients, draw_values
-from lightning_fl.federation.results import is_finite, weights_and_losses
-from lightning_fl.federation.run_options import RunOptions
-from lightning_fl.files import check_writable, error_context, write_atomically
-from lightning_fl.functional.randomness import run_seed
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.federation.checkpoints import unsaved_values
+from lightning_fl.federation.dropped import CAUSES, describe_losses
+from lightning_fl.federation.results import weights_and_losses
+from lightning_fl.federation.round import Round
+from lightning_fl.files import check_writable, error_context
 from lightning_fl.hooks import quiet
 from lightning_fl.integrations.exchange import Reply, Task, client_side, exchange_id
-from lightning_fl.options import check_flag, check_integer
+from lightning_fl.integrations.runner import Elsewhere, Exchange, RemoteRunner
+from lightning_fl.options import check_flag
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners import Declared, client_runner
 from lightning_fl.runners.constants import digest
-from lightning_fl.samplers import ClientSampler, how_drawn
-from lightning_fl.types import (
-    ClientUpdate,
-    Cohort,
-    FederationError,
-    Feedback,
-    RoundPlan,
-    ServerState,
-    describe,
-)
+from lightning_fl.samplers import ClientSampler
+from lightning_fl.types import FederationError, RoundPlan, Step
 
 #: Name of the logger of what a Trainer reports at the start and the end of each fit.
 LOG = "lightning.pytorch"
 #: Options of the clients' Trainer that the server's module depends on.
 OF_MODULE = {"precision", "plugins", "gradient_clip_val", "gradient_clip_algorithm"}
+#: Options of a ``FederatedLoop`` that a server has.
+OF_SERVER = (
+    "clients_per_round",
+    "client_fraction",
+    "min_clients",
+    "on_client_error",
+    "buffers",
+    "exchange_frozen",
+    "local_parameters",
+)
 
 
-class RemoteServer:
-    """Plan rounds and aggregate updates as a ``FederatedLoop`` does, for clients elsewhere.
+class RemoteServer(FederatedLoop):
+    """A ``FederatedLoop`` whose clients train elsewhere.
 
-    With the same clients, seed and options, plans and global models are those of the loop.
+    It plans rounds and aggregates updates by the same code, so that with the same clients, seed and
+    options, plans and global models are those of the loop. :meth:`begin` sets it up; then each
+    round is a call of :meth:`tasks` and one of :meth:`finish`.
 
     Args:
         module: The LightningModule. Between rounds it holds the global model.
         aggregator: Aggregation rule; None means :class:`~lightning_fl.aggregators.FedAvg`.
         policy: Hyperparameters of each round and client; None means one local epoch.
         sampler: Samples the clients of each round; None samples uniformly.
-        clients_per_round: Number of clients sampled per round.
-        client_fraction: Fraction of clients sampled per round.
-        min_clients: Minimum number of usable updates that change the global model.
-        on_client_error: What a client without a usable update does: ``skip`` drops it, ``raise``
-            ends the run.
-        buffers: How buffers are combined, as in ``FederatedLoop``. Clients need the same option.
-        exchange_frozen: Whether frozen parameters are exchanged, as in ``FederatedLoop``.
         send_frozen: Whether frozen parameters that are not exchanged are sent to clients in every
             round. Otherwise clients must have them, for example from the same pretrained weights; a
             digest is compared.
-        local_parameters: Patterns of the parameters and buffers that stay with the clients.
         seed: Seed of the run; None means that of ``seed_everything``, or 0 without one.
         trainer: Options of the clients' Trainer, such as ``{"precision": "bf16-true"}``. The server
             creates the module's layers and optimizer as that Trainer does, on the CPU.
+        options: Options of ``FederatedLoop`` for servers: ``clients_per_round``,
+            ``client_fraction``, ``min_clients``, ``on_client_error``, ``buffers``,
+            ``exchange_frozen``, ``local_parameters``. Clients need the same last three.
 
     Raises:
-        FederationError: If an option is out of range, or the rule or the policy needs all clients
-            in one process.
+        FederationError: If an option is out of range or not one of a server, or the rule or the
+            policy needs all clients in one process.
     """
 
     def __init__(
@@ -97,52 +82,34 @@ class RemoteServer:
         policy: HyperparameterPolicy | None = None,
         sampler: ClientSampler | None = None,
         *,
-        clients_per_round: int | None = None,
-        client_fraction: float | None = None,
-        min_clients: int = 1,
-        on_client_error: Literal["skip", "raise"] = "skip",
-        buffers: Any = None,
-        exchange_frozen: bool | None = None,
         send_frozen: bool = True,
-        local_parameters: Sequence[str] = (),
         seed: int | None = None,
         trainer: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        self.options = RunOptions.of(
-            aggregator,
-            policy,
-            sampler,
-            clients_per_round=clients_per_round,
-            client_fraction=client_fraction,
-            min_clients=min_clients,
-            on_client_error=on_client_error,
-            buffers=buffers,
-            exchange_frozen=exchange_frozen,
-            local_parameters=local_parameters,
+        if others := sorted(options.keys() - {*OF_SERVER}):
+            raise FederationError(
+                f"{others[0]} is not an option of a server, which has {', '.join(OF_SERVER)}: pass"
+                " what concerns local training to the clients"
+            )
+        super().__init__(
+            aggregator, policy, sampler, seed=seed, csv_name=None, check=False, **options
         )
-        self.module, self.seed = module, run_seed(check_integer("seed", seed, min=0, optional=True))
-        self.rule, self.policy = self.options.aggregator, self.options.policy
-        self.trainer = dict(trainer or {})
+        self.module, self.trainer_options = module, dict(trainer or {})
         self.send_frozen = check_flag("send_frozen", send_frozen)
+        self.evaluates_clients = True  # nothing is validated here, so that no warning is due
+        self._exchange = Exchange()
         self._refuse()
-        #: Id of the run, which a resumed run keeps.
-        self.run = uuid4().hex
-        #: Number of finished rounds.
-        self.round = 0
-        #: Round of the last used update of each client.
-        self.last: dict[int, int] = {}
-        self.num_samples = self.batches_per_epoch = torch.zeros(0, dtype=torch.int64)
-        self._plan: RoundPlan | None = None
 
     def _refuse(self) -> None:
         """Refuse rules and policies that cannot work without the samples of the clients."""
-        rule, policy = type(self.rule), type(self.policy)
+        rule, policy = type(self.aggregator), type(self.policy)
         why = None
         if rule.prepare is not Aggregator.prepare:
             why = f"{rule.__name__} replaces the network of the module"
-        elif self.rule.is_asynchronous:
+        elif self.aggregator.is_asynchronous:
             why = f"{rule.__name__} simulates the times at which updates arrive"
-        elif isinstance(self.rule, DPFedAvg):
+        elif isinstance(self.aggregator, DPFedAvg):
             why = "DPFedAvg draws its noise from the seed of the run, which the clients know"
         elif wanted := sorted(self.policy.learns_from - {"client_losses"}):
             why = f"{policy.__name__} learns from {wanted[0]}, which the server does not have"
@@ -152,137 +119,125 @@ class RemoteServer:
                 " process"
             )
 
+    # --- the start --------------------------------------------------------------------------------
+
     def begin(
         self,
         num_samples: Sequence[int],
         batches_per_epoch: Sequence[int],
         num_rounds: int | None = None,
         initial: Mapping[str, Tensor] | None = None,
+        checkpoint: str | Path | None = None,
     ) -> None:
         """Set up the module and the rules, when the clients are known.
+
+        A Trainer calls the hooks before the first round, which may create layers, and loads the
+        checkpoint. Nothing is trained.
 
         Args:
             num_samples: Number of training samples of each client.
             batches_per_epoch: Number of batches in a local epoch of each client.
             num_rounds: Number of rounds of the run, which modules read as ``Trainer.max_epochs``.
             initial: Initial global model; None means that of the module.
+            checkpoint: Checkpoint to write after each round. If it exists, the run resumes from it.
+
+        Raises:
+            FederationError: If the checkpoint cannot be written, is damaged, or belongs to another
+                federation.
         """
-        options, n = self.options, len(num_samples)
-        self.num_rounds = num_rounds
-        trainer = self._set_up_module(max(batches_per_epoch))
-        if initial is not None:
+        self.file, self.num_rounds = None if checkpoint is None else Path(checkpoint), num_rounds
+        if self.file is not None:
+            check_writable(self.file)
+        resumed = self.file if self.file is not None and self.file.exists() else None
+        options = {name: self.trainer_options[name] for name in OF_MODULE & {*self.trainer_options}}
+        trainer = trainer_of({**options, "accelerator": "cpu"}, self, num_rounds)
+        data = Elsewhere(num_samples, batches_per_epoch)
+        with quiet(LOG), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You defined a `val_dataloader`")
+            trainer.fit(self.module, datamodule=data, ckpt_path=resumed)
+        if initial is not None and resumed is None:
             self.module.load_state_dict(initial)
-        for name, value in self.module.state_dict().items():
+        self.fit.catch_up()
+        self._resume.note(self.fit)
+        frozen = self.runner.constants.parameters
+        self._left_out = set() if self.send_frozen else set(frozen)
+        self._frozen = digest(frozen) if self._left_out else ""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Set up rounds in which each client takes one step: its task and its reply."""
+        super().setup(trainer, pl_module, stage)
+        assert self._prepared is not None
+        self._prepared.runner_class = RemoteRunner
+        self._prepared.client_parts = lambda: [self._exchange]
+        self._prepared.planner.change = in_one_step
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set up the rules, and end the fit.
+
+        Raises:
+            FederationError: If the module has a learning rate scheduler, or a state that cannot be
+                sent.
+        """
+        refuse_schedulers(trainer, pl_module)
+        for name, value in pl_module.state_dict().items():
             if not isinstance(value, Tensor):  # of get_extra_state
                 raise FederationError(
                     f"{name} of the state_dict is a {type(value).__name__}, and only tensors can be"
                     " sent to clients: keep it in a buffer, or use FederatedLoop"
                 )
-        self.num_samples = torch.tensor(num_samples, dtype=torch.int64)
-        self.batches_per_epoch = torch.tensor(batches_per_epoch, dtype=torch.int64)
-        self.cohort_size = options.cohort_size(n)
-        options.check_min_clients(self.cohort_size)
-        check_policy(options)
-        self.declared = Declared(self.module)
-        self.runner = client_runner(
-            self.module,
-            options.buffer_policy,
-            trainer.optimizers[0],  # never stepped: the clients have their own
-            False,
-            options.exchange_frozen,
-            options.local_parameters,
-        )
-        if options.buffers is None:
-            warn_of_running_statistics(self.module, self.runner.shared_buffers.values())
-        frozen = self.runner.constants.parameters
-        self._left_out = set() if self.send_frozen else set(frozen)
-        self._frozen = digest(frozen) if self._left_out else ""
-        federation = Federation(
-            n,
-            Cohort(self.cohort_size, n, how_drawn(options.sampler)),
-            layout=self.runner.layout,
-            seed=self.seed,
-            num_samples=self.num_samples,
-            module=self.module,
-            trainer=trainer,
-            aggregator=self.rule,
-            policy=self.policy,
-            sampler=options.sampler,
-            min_clients=options.min_clients,
-            on_client_error=options.on_client_error,
-            buffers=options.buffer_policy,
-            local_parameters=list(self.runner.private),
-        )
-        options.sampler.setup(federation)
-        self.policy.setup(federation)
-        options.sampler.begin(federation)
-        server = self.runner.read().vector
-        self.policy.to(server.device)
-        self.rule.setup(federation)
-        self.rule.to(server.device).start(server)
+        super().on_fit_start(trainer, pl_module)
+        trainer.should_stop = True
 
-    def _set_up_module(self, num_batches: int) -> Trainer:
-        """Let a Trainer call the hooks before the first round, which may create layers.
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Do nothing: the rounds come after the fit of the Trainer, and :meth:`close` at last."""
 
-        It also converts the module to the precision of the clients. Nothing is trained.
-        """
-        options = {name: self.trainer[name] for name in OF_MODULE & self.trainer.keys()}
-        trainer = trainer_of(options | {"accelerator": "cpu"}, StopAtOnce(), self.num_rounds or 1)
-        check_module(self.module)
-        # Lightning warns of a validation_step without a loader, and of a loader without one.
-        validation = [0] if is_overridden("validation_step", self.module) else None
-        with quiet(LOG), checked_optimizers(self.module):
-            trainer.fit(self.module, [0] * num_batches, validation)
-        return trainer
+    def close(self) -> None:
+        """Release the module; abandon a round that has no end."""
+        self._abandon()
+        self._summarize()
+        if self._fit is not None:
+            super().teardown(self._fit.trainer, self.module, "fit")
+
+    # --- a round ----------------------------------------------------------------------------------
 
     def tasks(self) -> list[Task]:
         """Draw the plan of the next round; return what to send to each of its clients."""
-        sampled = draw_clients(
-            self.options.sampler, self.seed, self.round, self.cohort_size, self.num_samples
-        )
-        clients, values, steps, is_empty = draw_values(
-            self.policy, self.round, sampled, self.batches_per_epoch, self.declared
-        )
-        lr = values.pop("lr", None)
-        self._plan = plan = RoundPlan(
-            self.seed, self.round, clients, steps, lr, values, is_empty=is_empty
-        )
-        self.rule.load_client_network()
-        self._start = start = self.runner.read()
-        trained = self.runner.trained_mask()
-        self.rule.start(start.vector, trained)
-        broadcast = self.rule.broadcast(plan)
-        models = self.rule.models_for(clients)
-        sent = values if lr is None else values | {"lr": lr}
-        tasks, model = list[Task](), self._model_to_send()
+        self.aggregator.load_client_network()
+        self._round = round = Round(self.fit)
+        round.begin()
+        plan, exchange = round.plan, self._exchange
+        exchange.update = uuid4().int >> 65  # 63 bits, for which every transport has a number
+        values = {**plan.hyperparameters, **({} if plan.lr is None else {"lr": plan.lr})}
         same: dict[str, Any] = {
-            "run": self.run,
-            "round": self.round,
-            "num_clients": len(self.num_samples),
-            "num_rounds": max(self.num_rounds or 0, self.round + 1),
-            "seed": self.seed,
-            "rule": client_side(self.rule),
-            "exchanged": exchange_id(self.runner, self.options.buffer_policy),
+            "update": exchange.update,
+            "round": plan.round,
+            "num_clients": self.fit.planner.num_clients,
+            "num_rounds": max(self.num_rounds or 0, plan.round + 1),
+            "seed": plan.seed,
+            "rule": client_side(self.aggregator),
+            "exchanged": exchange_id(self.runner),
+            "num_trained": counted(round.trained, self.runner.num_parameters, self.aggregator),
             "frozen": self._frozen,
-            "num_trained": counted(trained, self.runner.num_parameters, self.rule),
             "unsaved": on_cpu(unsaved_values(self.module)),
-            "broadcast": broadcast,
             "version": __version__,
         }
-        for row, client in enumerate(plan.cohort.tolist()):
-            if models.stride(0):  # each client starts from a model of its own
-                self.runner.write(ServerState(models[row], start.counters))
-                model = self._model_to_send()
-            own = {name: float(value[row]) for name, value in sent.items()}
+        tasks, sent = list[Task](), torch.empty(0)
+        for step in steps_of(plan):
+            round.load(step)
+            if not torch.equal(sent, round.start.vector):
+                sent = round.start.vector
+                same["model"] = self._model_to_send()
+            row = step.rows[0]
             task: dict[str, Any] = {
-                "client": client,
-                "num_steps": int(steps[row]),
-                "model": model,
-                "values": own,
+                "client": int(plan.clients[row]),
+                "num_steps": int(plan.num_steps[row]),
+                "values": {name: float(value[row]) for name, value in values.items()},
+                "last": exchange.last,
+                "broadcast": exchange.broadcast,
             }
-            tasks.append(Task(**same, **task, last=self.last.get(client, -1)))
-        self.runner.write(start)
-        self.rule.load_global_network()
+            tasks.append(Task(**same, **task))
+        self.runner.write(round.server)  # if clients start from models of their own
+        self.aggregator.load_global_network()
         return tasks
 
     def model(self) -> dict[str, Tensor]:
@@ -296,6 +251,8 @@ class RemoteServer:
     def finish(self, replies: Mapping[int, Reply]) -> dict[str, float]:
         """Aggregate the replies of a round, load the new global model, and update the policy.
 
+        The checkpoint is written, if there is one.
+
         Args:
             replies: Replies by client. Clients without one have failed.
 
@@ -303,207 +260,94 @@ class RemoteServer:
             Metrics of the round.
 
         Raises:
-            FederationError: If a client has no usable update and ``on_client_error`` is ``raise``.
+            FederationError: If a client has no usable update and ``on_client_error`` is ``raise``,
+                or the checkpoint cannot be written.
         """
-        plan = self._plan
-        assert plan is not None, "tasks() begins a round"
-        self._plan, losses, counters = None, dict[int, float](), self._start.counters
-        sampled, dropped = plan.cohort.tolist(), dict[int, str]()
-        for row, client in enumerate(sampled):
-            reply = replies.get(client)
-            cause = "dropped_out" if reply is None else self._use(plan, row, reply)
-            if reply is None or cause is not None:
-                dropped[client] = str(cause)
-                continue
-            counters = torch.maximum(counters, reply.counters.to(counters.device))
-            losses[client], self.last[client] = reply.loss, plan.round
-        if dropped and self.options.on_client_error == "raise":
-            raise FederationError(
-                f"round {self.round + 1} has no usable update of {describe_dropped(dropped)}: see"
-                " their logs, or set on_client_error: skip"
-            )
-        if dropped:
-            rank_zero_warn(describe_losses(self.round + 1, len(sampled), dropped))
-        returned = len(losses)
-        vector = self.rule.conclude(returned, self.options.min_clients)
-        if vector is not None:
-            self.runner.write(ServerState(vector, counters))
-            if self.runner.fit_to_average(returned) and self.options.buffers is None:
-                buffers = self.runner.shared_buffers
-                warn_of_averaged_buffers(self.module, buffers, self._start.vector)
-        else:
-            kept_by = f"min_clients={self.options.min_clients} and {describe(self.rule)}"
-            kept = describe_kept_model(self.round + 1, returned, len(sampled), kept_by)
-            rank_zero_warn(kept)
-        self.rule.load_global_network()
-        weights, reported = weights_and_losses(plan.clients, losses, self.num_samples)
-        metrics = {
-            "clients": len(sampled),
-            "dropped": len(dropped),
-            **self.rule.metrics(),
-        }
-        if returned:
-            metrics["train_loss"] = float((weights * reported)[weights > 0].sum())
-        wanted = reported if "client_losses" in self.policy.learns_from else None
-        self.policy.update(Feedback(plan, None, None, wanted, weights, None, metrics, dropped))
-        self.round += 1
+        round, plan = self._current, self._current.plan
+        for step in steps_of(plan):
+            client = int(plan.clients[step.rows[0]])
+            self._collect(step, client, replies.get(client))
+        round.aggregate()
+        at_round(self.fit.trainer, plan.round + 1)
+        metrics, results = round.end(), round.results
+        self._round, self._is_closing = None, True
+        self._close_round()
+        if results.dropped:
+            rank_zero_info(describe_losses(self.round, len(plan.cohort), results.dropped))
+        if results.losses:
+            samples = self.fit.planner.num_samples
+            weights, losses = weights_and_losses(plan.clients, results.losses, samples)
+            metrics["train_loss"] = float((weights * losses)[weights > 0].sum())
+        if self.file is not None:
+            what = f"the state after round {self.round} is not saved. Free space and start again"
+            with error_context(what, OSError):
+                self.fit.trainer.save_checkpoint(self.file)
         return metrics
 
-    def _use(self, plan: RoundPlan, row: int, reply: Reply) -> str | None:
-        """Pass the update of a client to the rule; return the cause if it is dropped instead."""
-        client, device = int(plan.clients[row]), self._start.vector.device
-        if reply.dropped is not None:
-            return reply.dropped if reply.dropped in CAUSES else "dropped_out"
-        one = torch.tensor([client])
-        if causes := self.rule.rejected(one):
-            return causes[client]
+    def _collect(self, step: Step, client: int, reply: Reply | None) -> None:
+        """Pass the update of a client to the rule, or drop the client."""
+        round, runner = self._current, self.runner
+        if reply is None or reply.dropped:
+            cause = "" if reply is None else reply.dropped
+            round.drop({client: cause if cause in CAUSES else "dropped_out"})
+            return
         try:
             self._check(client, reply)
-            delta = reply.delta[None].to(device)
-            extras = {name: value.to(device) for name, value in reply.extras.items()}
-            if not math.isfinite(reply.lr) or not is_finite(delta, extras).all():
-                return "non_finite"
-            samples, steps = self.num_samples[one], plan.num_steps[[row]]
-            lr = torch.tensor([reply.lr], dtype=torch.float64)
-            self.rule.update(ClientUpdate(one, delta, samples, steps, lr, extras))
+            assert isinstance(runner, RemoteRunner)
+            runner.reply = reply
+            round.report(step, None)
+            round.collect(step)
         except FederationError as error:  # rules check an update before they add it
-            rank_zero_warn(f"client {client} is dropped: {error}")
-            return "dropped_out"
-        return None
+            if self.options.on_client_error == "raise":
+                raise
+            self.store.new.pop(client, None)
+            rank_zero_warn(f"round {round.plan.round + 1}: client {client} is dropped: {error}")
+            round.drop({client: "dropped_out"})
 
     def _check(self, client: int, reply: Reply) -> None:
         """Check that an update is one of this federation.
 
         Raises:
-            FederationError: If it has another size or dtype, or the client has other samples.
+            FederationError: If it is one of another client or round or has another size or dtype,
+                or the client has other samples.
         """
-        if reply.num_samples != (known := int(self.num_samples[client])):
+        if (reply.client, reply.update) != (client, self._exchange.update):
+            raise FederationError(f"it has sent an earlier reply, or that of client {reply.client}")
+        if reply.num_samples != (known := int(self.fit.planner.num_samples[client])):
             raise FederationError(
                 f"it has trained {reply.num_samples} samples, and had {known} when the run began."
                 " To use them, stop the run and resume it"
             )
-        start = self._start
+        if not math.isfinite(reply.lr):
+            raise FederationError(f"it has trained with the learning rate {reply.lr}")
+        start = self._current.server
         if not (is_like(reply.delta, start.vector) and is_like(reply.counters, start.counters)):
             raise FederationError(
                 f"it sent an update of {reply.delta.numel()} values in {reply.delta.dtype}, and the"
                 f" model exchanges {start.vector.numel()} in {start.vector.dtype}: use the same"
                 " module, buffers and local_parameters on the server and on all clients"
             )
-        if other := [name for name, value in reply.extras.items() if value.shape[:1] != (1,)]:
+        if other := [name for name, t in reply.extras.items() if not is_of_one(t)]:
             raise FederationError(f"it sent {other[0]}, which is not that of one client")
 
-    # --- checkpoints ------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state between two rounds."""
-        return {
-            "run": self.run,
-            "round": self.round,
-            "last": self.last,
-            "model": self.module.state_dict(),
-            "unsaved": unsaved_values(self.module),
-            "aggregator": self.rule.state_dict(),
-            "policy": self.policy.state_dict(),
-            "identity": self._identity(),
-            "options": self._described(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, after :meth:`begin`.
-
-        Raises:
-            FederationError: If it belongs to another federation.
-        """
-        for name, value in self._identity().items():
-            if (found := state["identity"].get(name)) != value:
-                raise FederationError(
-                    f"the checkpoint has {name} {found!r}, and this federation has {value!r}: use"
-                    " the same, or another file for a new run"
-                )
-        if changed := changes(self._described(), state["options"]):
-            rank_zero_warn(f"resuming with other options: {changed}")
-        self.module.load_state_dict(state["model"])
-        load_unsaved(self.module, state["unsaved"])
-        self.rule.load_state_dict(state["aggregator"])
-        self.policy.load_state_dict(state["policy"])
-        self.run, self.round, self.last = state["run"], state["round"], dict(state["last"])
-
-    def read(self, file: Path) -> bool:
-        """Restore the state that :meth:`write` has written, after :meth:`begin`.
-
-        This also checks that the file can be written.
-
-        Args:
-            file: The file.
-
-        Returns:
-            Whether there is a state.
-
-        Raises:
-            FederationError: If the file is damaged or not of a server, belongs to another
-                federation, or cannot be written.
-        """
-        check_writable(file)
-        if not file.exists():
-            return False
-        with error_context(f"{file} is damaged, or not a checkpoint of a server", Exception):
-            state = torch.load(file, weights_only=True)
-            if not isinstance(state, dict) or state.keys() != self.state_dict().keys():
-                raise FederationError("it has other entries: choose another file for a new run")
-        self.load_state_dict(state)
-        return True
-
-    def write(self, file: Path) -> None:
-        """Write the state between two rounds into a file.
-
-        Raises:
-            FederationError: If the file cannot be written. The file of the round before is kept.
-        """
-        what = f"the state after round {self.round} is not saved. Free space and start again"
-        with error_context(what, OSError):
-            write_atomically(file, partial(torch.save, self.state_dict()))
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "clients": len(self.num_samples),
-            "aggregator": type(self.rule).__name__,
-            "policy": type(self.policy).__name__,
-            "parameters": self.runner.num_parameters,
-            "buffers": self.options.buffer_policy,
-            "exchange": exchange_id(self.runner, self.options.buffer_policy),
-        }
-
-    def _described(self) -> dict[str, Any]:
-        """Return the options that may differ when a run is resumed, with a warning."""
-        described = self.options.described(self.cohort_size)
-        return described | {"training samples": int(self.num_samples.sum())}
-
-    def close(self) -> None:
-        """Release the module."""
-        self.runner.close()
+def steps_of(plan: RoundPlan) -> list[Step]:
+    """Return the steps of a plan, one for each client that takes part."""
+    return [] if plan.is_empty else plan.schedule
 
 
-class StopAtOnce(Callback):
-    """End a fit before its first batch."""
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the fit, or refuse a schedule, which would begin anew in every round of a client.
-
-        Raises:
-            FederationError: If the module has a learning rate scheduler.
-        """
-        refuse_schedulers(trainer, pl_module)
-        trainer.should_stop = True
+def in_one_step(plan: RoundPlan) -> RoundPlan:
+    """Return a plan in which the local steps of a client are one step of the schedule."""
+    return replace(plan, steps_per_batch=int(plan.num_steps.max()))
 
 
-def trainer_of(options: Mapping[str, Any], callback: Callback, num_rounds: int) -> Trainer:
+def trainer_of(options: Mapping[str, Any], callback: Callback, num_rounds: int | None) -> Trainer:
     """Return a Trainer of one process that neither validates nor writes files.
 
     Args:
         options: Further options of the Trainer.
         callback: Its callback.
-        num_rounds: Number of rounds of the run.
+        num_rounds: Number of rounds of the run; None if it is not known.
     """
     usual = {
         "devices": 1,
@@ -514,8 +358,16 @@ def trainer_of(options: Mapping[str, Any], callback: Callback, num_rounds: int) 
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
     }
+    max_epochs = -1 if num_rounds is None else max(num_rounds, 1)
     with quiet(LOG):
-        return Trainer(**{**usual, **options}, max_epochs=num_rounds, callbacks=[callback])
+        return Trainer(**{**usual, **options}, max_epochs=max_epochs, callbacks=[callback])
+
+
+def at_round(trainer: Trainer, round: int) -> None:
+    """Set the number of epochs that a Trainer counts."""
+    progress: Any = trainer.fit_loop.epoch_progress
+    for count in (progress.total, progress.current):
+        count.ready = count.started = count.processed = count.completed = round
 
 
 def refuse_schedulers(trainer: Trainer, module: LightningModule) -> None:
@@ -545,8 +397,13 @@ def counted(trained: Tensor | None, size: int, rule: Aggregator) -> int:
 
 
 def is_like(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether tensors have the same shape and dtype."""
-    return tensor.shape == other.shape and tensor.dtype == other.dtype
+    """Return whether tensors have the same shape, layout and dtype."""
+    return (tensor.shape, tensor.layout, tensor.dtype) == (other.shape, other.layout, other.dtype)
+
+
+def is_of_one(tensor: Tensor) -> bool:
+    """Return whether a tensor has one row, for one client."""
+    return tensor.shape[:1] == (1,) and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -63,6 +63,9 @@ class ClientRunner(ABC):
     Raises:
         FederationError: If an optimizer cannot be reset, or there is no state to keep.
     """
+
+    #: Whether clients train in this module, so that its hooks of a client are called.
+    trains_here: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -500,8 +500,9 @@ def client_runner(
     keep_optimizer: KeepOptimizer,
     exchange_frozen: bool | None = None,
     local_patterns: Sequence[str] = (),
+    otherwise: type[ClientRunner] = SequentialRunner,
 ) -> ClientRunner:
-    """Return the runner of a module: sequential, or vectorized for ``VectorizedClients``.
+    """Return the runner of a module: vectorized for ``VectorizedClients``, otherwise sequential.
 
     Args:
         module: The user's module, or ``VectorizedClients`` of it.
@@ -512,11 +513,12 @@ def client_runner(
             :class:`~lightning_fl.callbacks.FederatedLoop`.
         local_patterns: Patterns of client-local parameters and buffers, in addition to those that
             the module names.
+        otherwise: Class of the runner of other modules.
     """
     user = user_module(module)
     constants, local = split_tensors(user, exchange_frozen, local_patterns)
     if not isinstance(module, VectorizedClients) or module.reason is not None:
-        return SequentialRunner(user, buffers, optimizer, keep_optimizer, constants, local)
+        return otherwise(user, buffers, optimizer, keep_optimizer, constants, local)
     module.runner = VectorizedRunner(
         user, buffers, optimizer, keep_optimizer, module.constants, local, module.stack
     )

@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_fl.aggregators import CoordinateMedian, FedAdam, FedAvg, Scaffold
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.flower import app_of, client_app, strategy
+from lightning_fl.integrations.flower import FederationStrategy, client_app
+from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.objectives import ClientModule, Proximal
 from lightning_fl.policies import Schedule
 from two_classes import samples
@@ -44,15 +45,9 @@ def server(name, result, rounds=5, clients=5, sampled=3, checkpoint=None):
     @app.main()
     def main(grid, context):
         trained = module(name)
-        plan = strategy(
-            RULES.get(name, FedAvg)(),
-            policy(),
-            module=trained,
-            num_clients=clients,
-            clients_per_round=sampled,
-            seed=3,
-            checkpoint=checkpoint,
-        )
+        rule = RULES.get(name, FedAvg)()
+        served = RemoteServer(trained, rule, policy(), clients_per_round=sampled, seed=3)
+        plan = FederationStrategy(served, clients, checkpoint)
         plan.start(grid, num_rounds=rounds, timeout=120)
         torch.save(trained.state_dict(), result)
 
@@ -61,13 +56,11 @@ def server(name, result, rounds=5, clients=5, sampled=3, checkpoint=None):
 
 def client(name, clients=5, folder=None):
     """A client of the simulation in ``two_classes``."""
-    return client_app(
-        lambda: module(name),
-        lambda context: samples(clients),
-        RULES[name],
-        folder,
-        trainer={"accelerator": "cpu"},
-    )
+
+    def remote(context):
+        return RemoteClient(module(name), samples(clients), RULES[name](), {"accelerator": "cpu"})
+
+    return client_app(remote, folder)
 
 
 class Hanging(RemoteClient):
@@ -88,7 +81,7 @@ def hanging_client(marker):
         made.marker = marker
         return made
 
-    return app_of(remote)
+    return client_app(remote)
 
 
 if __name__ == "__main__":  # Flower's simulation engine, in a process of its own

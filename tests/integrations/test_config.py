@@ -9,8 +9,9 @@ import torch
 import yaml
 
 import quick_cli
-from apart import replies_of
+from apart import run
 from lightning_fl.cli.parts import read_config
+from lightning_fl.integrations.exchange import Kept
 from lightning_fl.types import FederationError
 from tutorial import trainer
 
@@ -57,9 +58,7 @@ def test_server_and_clients_train_as_lightning_fl_fit_does(config):
     server = read_config(config).server()
     clients = [read_config(config).client() for _ in range(4)]
     server.begin(*zip(*(client.work(i) for i, client in enumerate(clients)), strict=True))
-    kept = {}
-    for _ in range(3):
-        server.finish(replies_of(clients, server.tasks(), kept))
+    run(server, clients, rounds=3)
     found = server.module.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -102,8 +101,8 @@ def test_a_site_has_the_loader_and_the_hooks_of_the_configuration(config):
     assert client.work(0)[1] == len(part) // 32
     server.begin([len(part)] * 10, [client.work(0)[1]] * 10, num_rounds=1)
     tasks = server.tasks()
-    own, _ = client.train(tasks[0], {})
-    simulated, _ = read_config(path).client().train(tasks[0], {})
+    own, _ = client.train(tasks[0], Kept())
+    simulated, _ = read_config(path).client().train(tasks[0], Kept())
     assert torch.equal(own.delta, simulated.delta)
 
 

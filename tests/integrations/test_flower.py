@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from apart import replies_of
+from apart import CPU, replies_of
 from lightning_fl import __version__
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.integrations.client import RemoteClient
@@ -34,7 +34,7 @@ import flower_apps  # noqa: E402  # imports flwr
 from flwr.app import RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from lightning_fl.integrations.flower import pack_reply, strategy  # noqa: E402
+from lightning_fl.integrations.flower import FederationStrategy, pack_reply  # noqa: E402
 
 
 def by_the_loop(name, folder, rounds=5, clients=5, sampled=3):
@@ -249,13 +249,9 @@ def test_a_round_completes_whose_supernode_was_killed(deployed):
     found = sites.wait()
     module = flower_apps.module(flower_apps.HANGS)
     server = RemoteServer(module, policy=flower_apps.policy(), seed=3)
-    clients = [
-        RemoteClient(
-            flower_apps.module(flower_apps.HANGS), samples(2), trainer={"accelerator": "cpu"}
-        )
-        for _ in range(2)
-    ]
-    server.begin(*zip(*(client.work(i) for i, client in enumerate(clients)), strict=True))
+    server.begin([12, 12], [3, 3])
+    client = RemoteClient(flower_apps.module(flower_apps.HANGS), samples(2), trainer=CPU)
+    clients = [client, client]
     kept = {}
     for round in range(5):
         tasks = [task for task in server.tasks() if round == 0 or task.client == 0]
@@ -263,10 +259,14 @@ def test_a_round_completes_whose_supernode_was_killed(deployed):
     assert largest_difference(found, module.state_dict()) == 0
 
 
-def begun(**options):
+def new(num_clients=2, checkpoint=None):
+    server = RemoteServer(flower_apps.module("FedAvg"), policy=flower_apps.policy(), seed=3)
+    return FederationStrategy(server, num_clients, checkpoint)
+
+
+def begun(checkpoint=None):
     """A strategy whose two clients are known, without nodes."""
-    module = flower_apps.module("FedAvg")
-    made = strategy(policy=flower_apps.policy(), module=module, num_clients=2, seed=3, **options)
+    made = new(checkpoint=checkpoint)
     made._work, made.clients = {0: (12, 3), 1: (12, 3)}, {70: 0, 71: 1}
     return made
 
@@ -322,15 +322,6 @@ def quick(monkeypatch):
     monkeypatch.setattr("lightning_fl.integrations.flower.PAUSE", 0.01)
     monkeypatch.setattr("lightning_fl.integrations.flower.NOTICE", 0.05)
     monkeypatch.setattr("lightning_fl.integrations.flower.GONE", 0.2)
-
-
-def new(num_clients=2):
-    return strategy(
-        policy=flower_apps.policy(),
-        module=flower_apps.module("FedAvg"),
-        num_clients=num_clients,
-        seed=3,
-    )
 
 
 def test_missing_clients_are_named_with_what_nodes_have_said(quick, caplog):
@@ -462,40 +453,37 @@ def message(node, content):
     )
 
 
-def reply(client):
-    found = Reply(torch.ones(44).double(), torch.zeros(0).long(), {}, 12, 0.2, 0.5)
-    return pack_reply(client, found)
+def reply(client, made):
+    update = made.server._exchange.update
+    tensors = torch.ones(44).double(), torch.zeros(0).long(), {}
+    return pack_reply(Reply(client, update, 12, 0.2, 0.5, "", *tensors))
 
 
 @pytest.mark.parametrize(
-    ("messages", "match"),
+    ("node_and_client", "match"),
     [
-        ([(71, reply(0))], "client 1 has failed and is dropped: it has sent the reply of client 0"),
-        ([(71, RecordDict())], "client 1 has failed and is dropped: its message is not a reply"),
-        ([(72, reply(1))], "node 72 has failed and is dropped: it has sent the reply of client 1"),
-        ([], r"round 1: clients \[1\] have not replied within 3600 seconds and are dropped"),
-        ([(70, reply(0))], "node 70 has failed and is dropped: it has sent the reply of client 0"),
+        ((71, 0), "client 1 is dropped: it has sent an earlier reply, or that of client 0"),
+        ((71, None), "client 1 has failed and is dropped: its message is not a reply"),
+        ((72, 1), "node 72 has failed and is dropped: it does not train in this round"),
+        ((), r"round 1: clients \[1\] have not replied within 3600 seconds and are dropped"),
+        ((70, 0), "node 70 has failed and is dropped: it does not train in this round"),
     ],
 )
-def test_a_message_counts_for_the_client_of_its_node_alone(messages, match):
+def test_a_message_counts_for_the_client_of_its_node_alone(node_and_client, match):
     made, expected = in_the_run(begun()), in_the_run(begun())
     for each in (made, expected):
         each.configure_train(1, None, None, Nodes({70: node(0), 71: node(1)}))
+    more = []
+    if node_and_client:
+        sender, client = node_and_client
+        content = RecordDict() if client is None else reply(client, made)
+        more = [message(sender, content)]
     with pytest.warns(UserWarning, match="round 1: ") as caught:
-        made.aggregate_train(1, [message(70, reply(0)), *(message(*each) for each in messages)])
+        made.aggregate_train(1, [message(70, reply(0, made)), *more])
     assert any(re.search(match, str(each.message)) for each in caught)
     with pytest.warns(UserWarning, match="round 1: "):
-        expected.aggregate_train(1, [message(70, reply(0))])
+        expected.aggregate_train(1, [message(70, reply(0, expected))])
     assert largest_difference(made.server.module.state_dict(), expected.server.model()) == 0
-
-
-def test_a_checkpoint_that_cannot_be_read_leaves_the_module_free(tmp_path, monkeypatch):
-    (tmp_path / "server.pt").write_bytes(b"PK")
-    made, closed = begun(checkpoint=tmp_path / "server.pt"), []
-    monkeypatch.setattr(made.server, "close", lambda: closed.append(True))
-    with pytest.raises(FederationError, match=r"server\.pt is damaged"):
-        made.start(Nodes({}))
-    assert closed
 
 
 def test_options_that_do_not_reach_clients_are_refused():
@@ -506,13 +494,13 @@ def test_options_that_do_not_reach_clients_are_refused():
 def test_parameters_in_bfloat16_are_refused():
     module = flower_apps.module("FedAvg").bfloat16()
     with pytest.raises(FederationError, match=r"net.0.weight is in bfloat16, which Flower cannot"):
-        strategy(module=module, num_clients=2)
+        FederationStrategy(RemoteServer(module), 2)
     module = flower_apps.module("FedAvg")
     module.register_buffer("angles", torch.ones(2, dtype=torch.bfloat16), persistent=False)
     with pytest.raises(FederationError, match="angles is in bfloat16, which Flower cannot"):
-        strategy(module=module, num_clients=2)
+        FederationStrategy(RemoteServer(module), 2)
     made = new()
-    made.server.trainer = {"precision": "bf16-true", "accelerator": "cpu"}
+    made.server.trainer_options = {"precision": "bf16-true"}
     made._work, made.clients = {0: (12, 3), 1: (12, 3)}, {70: 0, 71: 1}
     with pytest.raises(FederationError, match=r"net.0.weight is in bfloat16"):
         made.start(Nodes({}))
@@ -538,13 +526,14 @@ def test_a_round_in_which_all_clients_fail_ends_the_run():
 
 
 def test_a_finished_checkpoint_says_that_nothing_is_trained(tmp_path):
-    made = begun(checkpoint=tmp_path / "server.pt")
-    made.server.begin([12, 12], [3, 3])
-    made.server.round = 4
-    torch.save(made.server.state_dict(), tmp_path / "server.pt")
-    again = begun(checkpoint=tmp_path / "server.pt")
-    with pytest.warns(UserWarning, match="has all 4 rounds, and nothing is trained"):
-        again.start(SimpleNamespace(), num_rounds=4)
+    file = tmp_path / "server.pt"
+    server = begun().server
+    server.begin([12, 12], [3, 3], checkpoint=file)
+    server.tasks()
+    with pytest.warns(UserWarning, match="dropped 2 of 2|0 of 2 clients returned"):
+        server.finish({})
+    with pytest.warns(UserWarning, match="has all 1 rounds, and nothing is trained"):
+        begun(checkpoint=file).start(SimpleNamespace(), num_rounds=1)
 
 
 CONFIG = """
@@ -588,4 +577,4 @@ def test_an_exported_app_gives_the_model_of_its_configuration(tmp_path, deployed
 
 def rounds_in(path):
     """Return the number of rounds in a checkpoint of the server."""
-    return torch.load(path, weights_only=True)["round"] if path.exists() else 0
+    return torch.load(path, weights_only=True)["epoch"] if path.exists() else 0

@@ -1,6 +1,5 @@
 """What a module, a rule or a site may do trains remotely as in the loop, or is refused by name."""
 
-import copy
 from dataclasses import replace
 from functools import partial
 
@@ -8,23 +7,29 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils.data import Subset
 
 from adapted import Adapted
-from apart import replies_of
-from grids import diagonal
+from apart import CPU, compare, federation, replies_of, run, train
+from grids import diagonal, others_slow
 from lightning_fl import ClientModule, aggregators
-from lightning_fl.aggregators import FedAvg, FedDyn, FedNova, FlexLoRA, Scaffold, Staged
-from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.aggregators import (
+    ClusteredFL,
+    FedAvg,
+    FedDyn,
+    FedNova,
+    FlexLoRA,
+    Scaffold,
+    Staged,
+)
 from lightning_fl.integrations.client import RemoteClient
+from lightning_fl.integrations.exchange import Kept
 from lightning_fl.integrations.server import RemoteServer
+from lightning_fl.objectives import Proximal
 from lightning_fl.partition import QuantitySkew
-from lightning_fl.policies import Schedule
+from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
-from tutorial import trainer
 from two_classes import samples
-
-ROUNDS = 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:FedNova|.*does not have many workers")
 
@@ -48,64 +53,50 @@ class Net(LightningModule):
         return self.optimizer(self.parameters())
 
 
-def linear():
+def linear(*terms):
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    return ClientModule(net, (), partial(torch.optim.SGD, lr=0.1))
+    return ClientModule(net, terms, partial(torch.optim.SGD, lr=0.1))
 
 
-def made(make):
-    torch.manual_seed(0)
-    return make()
+class Deep(Net):
+    """BatchNorm, dropout and momentum."""
+
+    optimizer = staticmethod(partial(torch.optim.SGD, lr=0.1, momentum=0.5))
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.ReLU(), nn.Linear(6, 2)
+        ).double()
 
 
-def begun(make, rule=None, data=samples, options=None, of_clients=None, own=False):
-    """Return a server that has begun, and its clients."""
-    given = {"seed": 3, "policy": Schedule(local_epochs=1), "buffers": "average", **(options or {})}
-    usual = {"accelerator": "cpu"}
-    server = RemoteServer(
-        made(make), copy.deepcopy(rule), **copy.deepcopy({"trainer": usual, **given})
-    )
-    whole = data()
-    whole.setup("fit")
-    parts = [Subset(whole.train, part.tolist()) for part in whole.parts]
-    clients = [
-        RemoteClient(
-            made(make),
-            part if own else data(),
-            copy.deepcopy(rule),
-            given.get("trainer", usual),
-            whole.batch_size,
-            **copy.deepcopy({"buffers": given["buffers"], **(of_clients or {})}),
-        )
-        for part in parts
-    ]
-    work = (client.work(i) for i, client in enumerate(clients))
-    server.begin(*zip(*work, strict=True), num_rounds=ROUNDS)
-    return server, clients
+class PerClient(HyperparameterPolicy):
+    """Hyperparameters that differ from client to client and round to round."""
+
+    def sample(self, round, clients):
+        return {"lr": 0.05 + 0.02 * clients.double(), "num_steps": 2 + (clients + round) % 3}
 
 
-def compare(folder, make, rule=None, data=samples, options=None, of_clients=None, own=False):
-    """Compare a server and its clients with the loop, bit for bit."""
-    server, clients = begun(make, rule, data, options, of_clients, own)
-    kept = {}
-    for _ in range(ROUNDS):
-        server.finish(replies_of(clients, server.tasks(), kept))
-    options = copy.deepcopy(options or {})
-    more = {"accelerator": "cpu", **options.pop("trainer", {})}
-    policy = options.pop("policy", Schedule(local_epochs=1))
-    options = {"buffers": "average", **options, **(of_clients or {})}
-    loop = FederatedLoop(copy.deepcopy(rule), policy, seed=3, **options)
-    simulated = made(make)
-    fit = trainer(folder, loop, rounds=ROUNDS, **more)
-    fit.fit(simulated, datamodule=data())
-    expected, found = simulated.state_dict(), server.module.state_dict()
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
-    start = made(make).state_dict()  # empty if layers are created later
-    assert not start or any(not torch.equal(start[name], expected[name]) for name in start)
-    return server
+CASES = {
+    "a few clients": (Deep, FedAvg(), {"clients_per_round": 3}),
+    "FedProx": (partial(linear, Proximal(0.3)), FedAvg(), {}),
+    "SCAFFOLD": (linear, Scaffold(), {"clients_per_round": 3}),
+    "ClusteredFL": (linear, ClusteredFL(warmup=1, eps1=9.0, eps2=0.0), {}),
+    "hyperparameters of clients": (Deep, FedAvg(), {"policy": PerClient()}),
+    "kept momentum": (Deep, FedAvg(), {"optimizer_state": "keep", "clients_per_round": 3}),
+    "local layers": (Deep, FedAvg(), {"local_parameters": ["net.4.*"]}),
+    "local buffers": (Deep, FedAvg(), {"buffers": "local"}),
+    "error feedback": (Deep, FedAvg(), {"update_transforms": [TopK(0.3)], "clients_per_round": 3}),
+}
+#: Rules are tested in test_every_rule.py, too.
+QUICK = ("SCAFFOLD", "hyperparameters of clients", "kept momentum", "error feedback")
+
+
+@pytest.mark.filterwarnings("ignore:validation and test use the global model")
+@pytest.mark.parametrize("name", others_slow(QUICK, CASES))
+def test_the_global_model_is_that_of_the_loop(tmp_path, name):
+    make, rule, options = CASES[name]
+    compare(tmp_path, make, rule, **options)
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -119,9 +110,9 @@ def test_a_rule_knows_the_optimizer_of_the_clients(tmp_path):
     class Momentum(Net):
         optimizer = staticmethod(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 
-    compare(tmp_path, Momentum, FedNova(), skewed, {"policy": Schedule(local_epochs=2)})
+    compare(tmp_path, Momentum, FedNova(), skewed, policy=Schedule(local_epochs=2))
     with pytest.raises(FederationError, match=r"Scaffold.* SGD\(momentum"):
-        begun(Momentum, Scaffold())
+        federation(Momentum, Scaffold())
 
 
 WITH_PARTS = {
@@ -156,8 +147,8 @@ def test_a_site_trains_its_own_samples_as_in_the_simulation(tmp_path, rule):
 
 def test_a_data_module_with_one_client_is_that_of_a_site():
     data = samples(clients=1)
-    assert RemoteClient(Net(), data, trainer={"accelerator": "cpu"}).work(3) == (12, 3)
-    again = RemoteClient(Net(), data, trainer={"accelerator": "cpu"})  # for the next message
+    assert RemoteClient(Net(), data, trainer=CPU).work(3) == (12, 3)
+    again = RemoteClient(Net(), data, trainer=CPU)  # for the next message
     assert again.work(7) == (12, 3)
     assert data.num_clients == 8
 
@@ -168,7 +159,7 @@ def test_a_stream_is_refused():
 
 
 def test_a_client_whose_number_of_samples_has_changed_is_dropped():
-    server, clients = begun(Net)
+    server, clients = federation(Net)
     replies = replies_of(clients, server.tasks(), {})
     replies[2] = replace(replies[2], num_samples=13)
     with pytest.warns(UserWarning, match="client 2 is dropped: it has trained 13 .* 12|dropped 1 "):
@@ -176,7 +167,7 @@ def test_a_client_whose_number_of_samples_has_changed_is_dropped():
 
 
 def test_a_lost_client_ends_the_run_if_the_server_says_so():
-    server, clients = begun(Net, options={"on_client_error": "raise"})
+    server, clients = federation(Net, on_client_error="raise")
     replies = replies_of(clients, server.tasks(), {})
     del replies[1]
     with pytest.raises(
@@ -251,19 +242,18 @@ def test_a_module_with_hooks_and_buffers(tmp_path, make):
 
 
 def test_a_server_resumes_with_its_unsaved_buffers(tmp_path):
-    server, clients = begun(Unsaved)
-    server.finish(replies_of(clients, server.tasks(), {}))
-    torch.save(server.state_dict(), tmp_path / "server.pt")
-    again, _ = begun(Unsaved)
-    again.load_state_dict(torch.load(tmp_path / "server.pt", weights_only=True))
+    file = tmp_path / "server.pt"
+    server, clients = federation(Unsaved, checkpoint=file)
+    run(server, clients, rounds=1)
+    again, _ = federation(Unsaved, checkpoint=file)
+    assert server.module.mean.abs().sum() > 0
     assert torch.equal(again.module.mean, server.module.mean)
-    assert again.run == server.run
 
 
 def test_freezing_in_a_hook_is_refused_if_the_rule_depends_on_it():
-    server, clients = begun(Unfreezes, FedDyn(0.1))
+    server, clients = federation(Unfreezes, FedDyn(0.1))
     with pytest.raises(FederationError, match="trains 14 parameters and the server knows of 44"):
-        clients[0].train(server.tasks()[0], {})
+        train(server, clients[0])
 
 
 def test_weights_that_change_when_training_starts_are_refused():
@@ -272,9 +262,9 @@ def test_weights_that_change_when_training_starts_are_refused():
             with torch.no_grad():
                 self.net[2].bias.zero_()
 
-    server, clients = begun(Changes)
+    server, clients = federation(Changes)
     with pytest.raises(FederationError, match=r"Changes\.on_train_start changes net\.2\.bias"):
-        clients[0].train(server.tasks()[0], {})
+        train(server, clients[0])
 
 
 def test_a_state_that_is_no_tensor_is_refused():
@@ -288,7 +278,7 @@ def test_a_state_that_is_no_tensor_is_refused():
             self.net[0] = Extra(4, 6).double()
 
     with pytest.raises(FederationError, match=r"net\.0\._extra_state of the state_dict is a dict"):
-        begun(Extended)
+        federation(Extended)
 
 
 class Single(Net):
@@ -303,7 +293,7 @@ class Single(Net):
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
 def test_the_precision_of_the_clients(tmp_path, precision):
-    compare(tmp_path, Single, options={"trainer": {"precision": precision, "accelerator": "cpu"}})
+    compare(tmp_path, Single, trainer={"precision": precision})
 
 
 class Frozen(Net):
@@ -319,29 +309,24 @@ class Frozen(Net):
 
 
 def test_a_frozen_base_that_clients_have_is_not_sent(tmp_path):
-    options = {"exchange_frozen": False, "send_frozen": False}
-    server, clients = begun(Frozen, None, options=options, of_clients={"exchange_frozen": False})
+    server, clients = federation(Frozen, exchange_frozen=False, send_frozen=False)
     task = server.tasks()[0]
     assert not any(name.startswith("base") for name in task.model)
-    whole, _ = begun(Frozen, None, options={"exchange_frozen": False})
-    reply, _ = clients[0].train(task, {})
+    whole, _ = federation(Frozen, exchange_frozen=False)
+    reply, _ = clients[0].train(task, Kept())
     clients[0].module.base.weight.data.add_(1)  # is sent
-    other, _ = clients[0].train(whole.tasks()[0], {})
-    assert torch.equal(reply.delta, other.delta)
-    others = RemoteClient(Frozen(1), samples(), None, {"accelerator": "cpu"}, exchange_frozen=False)
+    assert torch.equal(reply.delta, train(whole, clients[0]).delta)
+    others = RemoteClient(Frozen(1), samples(), None, CPU, exchange_frozen=False)
     with pytest.raises(FederationError, match="frozen parameters of this client are not those of"):
-        others.train(task, {})
+        others.train(task, Kept())
 
 
 @pytest.mark.filterwarnings("ignore:validation and test use the global model")
 def test_local_layers_begin_with_the_values_of_the_server():
-    local = {"local_parameters": ["net.2.*"]}
-    server, clients = begun(Net, options=local, of_clients=local)
-    task = server.tasks()[0]
-    expected, _ = clients[0].train(task, {})
+    server, clients = federation(Net, local_parameters=["net.2.*"])
+    expected = train(server, clients[0])
     clients[1].module.net[2].weight.data.add_(1)  # as in a module that is made without a seed
-    found, _ = clients[1].train(task, {})
-    assert torch.equal(found.delta, expected.delta)
+    assert torch.equal(train(server, clients[1]).delta, expected.delta)
 
 
 def test_a_server_needs_no_device_of_the_clients():
@@ -352,10 +337,6 @@ def test_a_server_needs_no_device_of_the_clients():
 
 
 # --- options that both have -----------------------------------------------------------------------
-
-
-def train_one(server, client):
-    return client.train(server.tasks()[0], {})
 
 
 @pytest.mark.parametrize(
@@ -373,10 +354,10 @@ def train_one(server, client):
     ],
 )
 def test_a_client_with_another_rule_is_refused(of_server, of_client, match):
-    server, _ = begun(linear, of_server)
-    client = RemoteClient(linear(), samples(), of_client, {"accelerator": "cpu"})
+    server, _ = federation(linear, of_server)
+    client = RemoteClient(linear(), samples(), of_client, CPU)
     with pytest.raises(FederationError, match=match):
-        train_one(server, client)
+        train(server, client)
 
 
 @pytest.mark.filterwarnings("ignore:validation and test use the global model")
@@ -395,23 +376,23 @@ def test_a_client_that_exchanges_something_else_is_refused(options):
         return made
 
     given = {"local_parameters": ["net.2.bias"], "exchange_frozen": True}
-    server, _ = begun(half, options=given, of_clients=given)
-    client = RemoteClient(half(), samples(), None, {"accelerator": "cpu"}, **{**given, **options})
+    server, _ = federation(half, **given)
+    client = RemoteClient(half(), samples(), None, CPU, **{**given, **options})
     with pytest.raises(FederationError, match="this client exchanges other parameters or buffers"):
-        train_one(server, client)
+        train(server, client)
 
 
-def test_a_server_that_resumes_with_other_options_says_so():
-    first, _ = begun(Net, FedDyn(0.1))
-    again, _ = begun(Net, FedDyn(0.2), options={"clients_per_round": 2})
+def test_a_server_that_resumes_with_other_options_says_so(tmp_path):
+    file = tmp_path / "server.pt"
+    server, clients = federation(Net, FedDyn(0.1), checkpoint=file)
+    run(server, clients, rounds=1)
     with pytest.warns(
         UserWarning, match=r"clients in a round is 2, was 5.*alpha=0.2.*, was FedDyn"
     ):
-        again.load_state_dict(first.state_dict())
-    more, _ = begun(Net, FedDyn(0.1))
-    more.num_samples[2] += 4
-    with pytest.warns(UserWarning, match="training samples is 64, was 60"):
-        more.load_state_dict(first.state_dict())
-    other, _ = begun(Net, FedDyn(0.1), options={"buffers": "server"})
-    with pytest.raises(FederationError, match="buffers 'average', and this federation has 'server"):
-        other.load_state_dict(first.state_dict())
+        federation(Net, FedDyn(0.2), checkpoint=file, clients_per_round=2)
+    with pytest.warns(UserWarning, match=r"batches in a local epoch is 18, was 15"):
+        federation(Net, FedDyn(0.1), skewed, checkpoint=file)
+    with pytest.raises(FederationError, match="its buffers is average, here it is server"):
+        federation(Net, FedDyn(0.1), checkpoint=file, buffers="server")
+    with pytest.raises(FederationError, match="its aggregator_class is FedDyn, here it is FedAvg"):
+        federation(Net, FedAvg(), checkpoint=file)
