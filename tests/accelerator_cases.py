@@ -68,7 +68,17 @@ def root(tmp_path_factory):
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 
-def fit(place, folder, make, group_size=None, rounds=2, watchers=(), ckpt_path=None, wrap=None):
+def fit(
+    place,
+    folder,
+    make,
+    group_size=None,
+    rounds=2,
+    watchers=(),
+    ckpt_path=None,
+    wrap=None,
+    has_dropout=not ON_A_GPU,
+):
     """Train in float64 on the CPU or on the accelerator; return the Trainer, the module, the loop.
 
     Args:
@@ -80,11 +90,12 @@ def fit(place, folder, make, group_size=None, rounds=2, watchers=(), ckpt_path=N
         watchers: Further callbacks.
         ckpt_path: Checkpoint to resume.
         wrap: Another way to vectorize the module.
+        has_dropout: Whether dropout is left on. A GPU draws other random numbers.
     """
     torch.manual_seed(0)
     run = make()
     user = run.module
-    if ON_A_GPU:  # which draws other random numbers
+    if not has_dropout:
         for layer in user.modules():
             if isinstance(layer, _DropoutNd):
                 layer.p = 0.0
