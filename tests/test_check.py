@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from torch import nn
 
 import quick_cli
-from lightning_fl import ClientModule, aggregators
+from lightning_fl import ClientModule
 from lightning_fl.callbacks import RoundCheckpoint
 from lightning_fl.check import COLUMNS
 from lightning_fl.cli.arguments import check_parser
@@ -63,20 +63,6 @@ def test_order_finds_state_of_callbacks(kind):
 
 def test_order_accepts_callbacks_that_look():
     assert outcome(made(callbacks=[Watches]), "order").outcome == "equal"
-
-
-class WithSGD(Troubled):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-RULES = ("FedAdam", "Scaffold", "FedDyn", "FedNova", "CoordinateMedian", "Gossip", "ClusteredFL")
-
-
-@pytest.mark.parametrize("rule", mostly_slow(RULES, "Scaffold"))
-def test_order_accepts_rules(rule):
-    make = made(kind=WithSGD, aggregator=getattr(aggregators, rule)())
-    assert outcome(make, "order").outcome == "equal"
 
 
 def test_candidates_are_named():
