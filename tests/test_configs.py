@@ -1,4 +1,4 @@
-"""Every config runs, resumes bit-equal and trains on two processes, on small data of its kind."""
+"""Configs resume bit-equal, on small data of their kind."""
 
 from pathlib import Path
 
