@@ -308,7 +308,7 @@ def _trained(settings: _Settings, *fits: _Fit) -> list[dict[str, Any]]:
 
 
 def _in_process(settings: _Settings, fit: _Fit, port: int, path: Path) -> None:
-    """Run a fit and write what it leaves, or the error that ended it."""
+    """Run a fit and write what it leaves."""
     with open(os.devnull, "w") as devnull:
         for stream in (1, 2):
             os.dup2(devnull.fileno(), stream)
@@ -318,6 +318,14 @@ def _in_process(settings: _Settings, fit: _Fit, port: int, path: Path) -> None:
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(fit.processes))
         os.environ |= ranks | sizes | {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "check"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    left = _attempt(settings, fit)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        torch.save(left, file)
+    Path(file.name).rename(path)
+
+
+def _attempt(settings: _Settings, fit: _Fit) -> dict[str, Any]:
+    """Run a fit; return what it leaves, or the error that ended it."""
     left: dict[str, Any]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -330,9 +338,7 @@ def _in_process(settings: _Settings, fit: _Fit, port: int, path: Path) -> None:
     for message in (str(warning.message) for warning in seen):
         if fit.is_vectorized and FALLBACK in message:
             left = {"refused": message}
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        torch.save(left, file)
-    Path(file.name).rename(path)
+    return left
 
 
 def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:

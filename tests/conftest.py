@@ -39,6 +39,7 @@ if not torch.cuda.is_available():
 LONGEST = (
     "test_examples",
     "test_strategies",
+    "test_federations",
     "test_accelerator",
     "test_cli",
     "test_configs",

@@ -122,23 +122,6 @@ class Factored(Counting):
         return p.grad / (p.grad.square().mean(-1, keepdim=True) + 1e-8).sqrt()
 
 
-class Sharpness(Counting):
-    """A second gradient, away from the parameters by the norm of the first (SAM)."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = self._loss(closure)
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in params]).norm()
-        moved = [p.grad / norm for p in params]
-        for p, by in zip(params, moved, strict=True):
-            p.add_(by)
-        self._loss(closure)
-        for p, by in zip(params, moved, strict=True):
-            p.sub_(by)
-        return super().step() if loss is None else super().step(lambda: loss)
-
-
 class SlowCopy(Counting):
     """A copy of the parameters that is made when the optimizer is, not in its first step."""
 
@@ -162,18 +145,6 @@ class AnchorAttribute(Counting):
         at = next(i for i, q in enumerate(group["params"]) if q is p)
         self.slow[at].lerp_(p, 0.5)
         return p.grad + 0.1 * (p - self.slow[at])
-
-
-class Closed(Counting):
-    """A counter in a closure, which nobody can reset."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, lr)
-        calls = []
-        self.rate = lambda: calls.append(0) or 1 / len(calls)
-
-    def update(self, p, group):
-        return p.grad * self.rate()
 
 
 #: Optimizers that learn outside of their state, and can be made fresh.

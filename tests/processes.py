@@ -12,133 +12,44 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EarlyStopping
-from torch import nn
-from torch.utils.data import TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
 
-from adapted import Adapted
-from lightning_fl import ClientModule, ClientParallelStrategy, VectorizedClients
+from federations import (
+    LONG,
+    MOMENTUM,
+    ROWS,
+    Foreign,
+    Learner,
+    Scheduled,
+    Uneven,
+    module,
+    row,
+    samples,
+)
+from lightning_fl import ClientParallelStrategy, VectorizedClients
 from lightning_fl.aggregators import (
-    AFL,
-    PFNM,
     ClusteredFL,
     CoordinateMedian,
-    Downpour,
-    DPFedAvg,
     FedAdam,
     FedAvg,
-    FedAvgM,
-    FedBuff,
     FedControl,
-    FedDyn,
-    FedMA,
-    FedNova,
-    FedPIDAvg,
-    FlexLoRA,
     GeometricMedian,
     Gossip,
-    QFedAvg,
     Scaffold,
     Staged,
-    StreamingPFNM,
-    ZeroPadding,
 )
-from lightning_fl.callbacks import (
-    Backdoor,
-    ClientFaults,
-    FederatedLoop,
-    RoundCheckpoint,
-    RunReport,
-)
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
 from lightning_fl.callbacks.report import client_accuracies
-from lightning_fl.datamodules import Digits, FederatedDataModule
-from lightning_fl.models import MLPClassifier
-from lightning_fl.objectives import (
-    APFL,
-    MOON,
-    Ditto,
-    FedEM,
-    PerFedAvg,
-    Proximal,
-    RepresentationMatching,
-)
-from lightning_fl.partition import IID, Dirichlet
-from lightning_fl.policies import (
-    DiscreteGaussianReinforce,
-    HyperparameterPolicy,
-    PersonalizedPolicyGradient,
-    Schedule,
-    Stragglers,
-)
+from lightning_fl.objectives import APFL, Proximal, RepresentationMatching
+from lightning_fl.partition import IID
+from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.runners import Phase
-from lightning_fl.samplers import AFLSampler, AsynchronousSampler, ClientSampler, PoissonSampler
-
-FEATURES, CLASSES, CLIENTS = 6, 3, 7
-
-
-class Uneven(HyperparameterPolicy):
-    """Steps and rates that differ from client to client and round to round.
-
-    Its figure is what the clients report, which the table of rounds holds.
-    """
-
-    learns_from = frozenset({"client_losses"})
-
-    def sample(self, round, clients):
-        return {"num_steps": 1 + (clients + round) % 4, "lr": 0.05 + 0.01 * clients}
-
-    def update(self, feedback):
-        losses = feedback.losses.nan_to_num()  # of clients that were dropped
-        self.reported = float(losses @ (feedback.plan.clients + 1.0).double())
-
-    def metrics(self):
-        return {"reported": self.reported}
-
-
-class Foreign(L.LightningModule):
-    """BatchNorm, dropout, Adam, a scheduler a step, a metric, logging; it knows no processes."""
-
-    def __init__(self, batchnorm=False, dropout=0.2, optimizer=torch.optim.Adam, metric=True):
-        super().__init__()
-        norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
-        self.net = nn.Sequential(
-            nn.Linear(FEATURES, 8), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES)
-        )
-        self.optimizer = optimizer
-        self.train_accuracy = MulticlassAccuracy(CLASSES) if metric else None
-        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        scores = self.net(x)
-        loss = F.cross_entropy(scores, y)
-        # It even asks to wait for others that are busy with clients of their own.
-        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(x))
-        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
-        if self.train_accuracy is not None:
-            self.train_accuracy(scores, y)
-            self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        scores = self.net(x)
-        self.accuracy(scores, y)
-        self.log("val_loss", F.cross_entropy(scores, y), batch_size=len(x))
-        self.log("accuracy", self.accuracy)
-
-    test_step = validation_step
-
-    def configure_optimizers(self):
-        optimizer = self.optimizer(self.parameters(), lr=0.05)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+from lightning_fl.samplers import ClientSampler
 
 
 class Measured(Foreign):
@@ -149,50 +60,11 @@ class Measured(Foreign):
         return F.cross_entropy(self.net(x), y, reduction="none")
 
 
-class Plateau(Foreign):
-    """What validation and training find changes the learning rate, and may end the run."""
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-        monitored = [("val_loss", 0.7), ("val_sum", 0.9), ("train_loss", 0.8), ("accuracy", 0.9)]
-        return [optimizer], [
-            {"scheduler": plateau(optimizer, factor=factor, patience=0), "monitor": name}
-            for name, factor in monitored
-        ]
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        super().validation_step(batch, batch_idx)
-        self.log("val_sum", self.net(batch[0]).square().sum(), reduce_fx="sum", on_epoch=True)
-
-
-class Learner(HyperparameterPolicy):
-    """A rate that follows every bit of what it is told."""
-
-    learns_from = frozenset({"val_loss", "client_losses"})
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("lr", torch.tensor(0.05, dtype=torch.float64))
-
-    def sample(self, round, clients):
-        return {"num_steps": 1 + (clients + round) % 3, "lr": self.lr}
-
-    def update(self, feedback):
-        figures = [feedback.val_loss, float(feedback.losses.nansum()), *feedback.metrics.values()]
-        self.lr.mul_(0.5 + sum(f * 1e6 % 1 for f in figures) / len(figures))
-
-
 class Logging(Foreign):
     """Values that are logged in hooks, in single steps, and before the steps of a round."""
 
     def __init__(self):
-        super().__init__(dropout=0.0, optimizer=sgd, metric=False)
+        super().__init__(dropout=0.0, optimizer=MOMENTUM, metric=False)
 
     def on_train_epoch_start(self):
         self.log("started", 1.0, reduce_fx="sum")
@@ -227,81 +99,11 @@ class Counting(L.Callback):
             pl_module.log(name, value, on_step=False, on_epoch=True, reduce_fx="sum")
 
 
-class Scheduled(Foreign):
-    """A rate that ends at zero with the run, and hooks that write to the parameters."""
-
-    def __init__(self, **options):
-        super().__init__(**{"dropout": 0.0, "metric": False, "optimizer": sgd} | options)
-
-    def on_train_epoch_start(self):
-        for param in self.parameters():
-            param.data.mul_(0.9)
-
-    def training_step(self, batch, batch_idx):
-        return (1 + batch_idx) * super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        for param in self.parameters():
-            param.data.clamp_(-0.3, 0.3)
-
-    def configure_optimizers(self):
-        optimizer = self.optimizer(self.parameters(), lr=0.05)
-        total = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=total)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-class LightlyScheduled(Scheduled):
-    """The same without hooks for each batch, which can be vectorized."""
-
-    training_step, on_train_batch_end = Foreign.training_step, L.LightningModule.on_train_batch_end
-
-
-def client_module(**options):
-    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-    return ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
-
-
-def data(dtype, clients=CLIENTS, augment=False, **options):
-    if augment:
-        return Digits(num_clients=clients, batch_size=8, seed=1, augment=True)
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(261, FEATURES, generator=random, dtype=dtype)
-    y = (x[:, :3].sum(1) > 0).long() + (x[:, 3] > 1).long()
-    held = TensorDataset(x[:61], y[:61])
-    options = {"partition": Dirichlet(0.5, min_size=3), "batch_size": 8, "seed": 1} | options
-    return FederatedDataModule(
-        TensorDataset(x[61:], y[61:]),
-        held,
-        held,
-        num_clients=clients,
-        eval_batch_size=16,
-        **options,
-    )
-
-
-def digits_module():
-    return ClientModule(MLPClassifier([64, 8, 10]), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-
-
-def vectorized(module, **options):
-    return VectorizedClients(module, **({"group_size": 2, "compile": False} | options))
-
-
-def sgd(params, lr):
-    return torch.optim.SGD(params, lr=lr, momentum=0.9)
-
-
-def frozen(module):
-    module.net[0].requires_grad_(False)
-    return module
-
-
 class Late(Foreign):
     """Hooks at the start of the fit write values that differ between processes."""
 
     def __init__(self):
-        super().__init__(batchnorm=True, dropout=0.0, optimizer=sgd, metric=False)
+        super().__init__(batchnorm=True, dropout=0.0, optimizer=MOMENTUM, metric=False)
 
     def on_fit_start(self):
         with torch.no_grad():
@@ -311,330 +113,6 @@ class Late(Foreign):
         with torch.no_grad():
             self.net[0].bias.fill_(0.2 + self.trainer.global_rank)
         self.net[1].running_mean = self.net[1].running_mean + 1.0
-
-
-#: A BatchNorm layer and the last one stay with a client, which trains these and then the others.
-PARTLY_LOCAL = {
-    "local_parameters": ["type:_BatchNorm", "net.4.*"],
-    "phases": [Phase("local", num_steps=1), Phase("shared")],
-    "policy": Schedule(num_steps=3),
-}
-#: Name: the module, options of the loop, options of the data.
-CASES = {
-    "client module": lambda: (client_module(), {}, {}),
-    "few clients": lambda: (client_module(), {"clients_per_round": 3}, {}),
-    "uneven": lambda: (client_module(terms=[Proximal(0.1)]), {"policy": Uneven()}, {}),
-    "fewer clients than processes": lambda: (Foreign(metric=False), {"clients_per_round": 1}, {}),
-    "foreign": lambda: (Foreign(), {"policy": Uneven()}, {}),
-    "batchnorm": lambda: (
-        Foreign(batchnorm=True, optimizer=sgd),
-        {"buffers": "average", "policy": Uneven()},
-        {"drop_last": True},
-    ),
-    "kept": lambda: (
-        Foreign(batchnorm=True, optimizer=sgd),
-        {"buffers": "local", "optimizer_state": "keep", "clients_per_round": 4},
-        {"drop_last": True},
-    ),
-    "partly local": lambda: (
-        Foreign(batchnorm=True, optimizer=sgd),
-        {**PARTLY_LOCAL, "optimizer_state": "keep", "clients_per_round": 4},
-        {"drop_last": True},
-    ),
-    "vectorized, partly local": lambda: (
-        vectorized(Foreign(batchnorm=True, dropout=0.0, optimizer=sgd), fixed_groups=True),
-        {**PARTLY_LOCAL, "clients_per_round": 5},
-        {"drop_last": True},
-    ),
-    "uniform": lambda: (client_module(), {"aggregator": FedAvg("uniform")}, {}),
-    "matching": lambda: (client_module(terms=[RepresentationMatching(0.1)]), {}, {}),
-    "vectorized, matching": lambda: (
-        vectorized(client_module(terms=[RepresentationMatching(0.1)])),
-        {"clients_per_round": 5},
-        {},
-    ),
-    "vectorized": lambda: (vectorized(client_module()), {"policy": Uneven()}, {}),
-    "frozen": lambda: (
-        frozen(client_module(terms=[Proximal(0.1)])),
-        {"exchange_frozen": False, "policy": Uneven()},
-        {},
-    ),
-    "server optimizer": lambda: (
-        Foreign(batchnorm=True, optimizer=sgd),
-        {"aggregator": FedAdam(), "clients_per_round": 4, "buffers": "average"},
-        {"drop_last": True},
-    ),
-    "losses": lambda: (
-        client_module(),
-        {"aggregator": FedControl(), "clients_per_round": 5, "policy": Stragglers(0.5)},
-        {},
-    ),
-    "falls of losses": lambda: (
-        vectorized(client_module(), fixed_groups=True),
-        {"aggregator": FedPIDAvg(window=2, cancellation=0.0), "clients_per_round": 5},
-        {},
-    ),
-    "clusters": lambda: (
-        client_module(),
-        {"aggregator": ClusteredFL(eps1=9.0, eps2=0.0, warmup=1), "policy": Uneven()},
-        {},
-    ),
-    "gossip": lambda: (
-        vectorized(client_module(), fixed_groups=True),
-        {"aggregator": Gossip("ring")},
-        {},
-    ),
-    "neurons": lambda: (
-        client_module(),
-        {"aggregator": PFNM(prior_variance=10.0, widths=[8, 5]), "clients_per_round": 5},
-        {},
-    ),
-    "stream": lambda: (
-        client_module(),
-        {"aggregator": StreamingPFNM(prior_variance=10.0, fresh=2), "clients_per_round": 5},
-        {"stream_steps": 3},
-    ),
-    "layers": lambda: (
-        vectorized(client_module(), fixed_groups=True),
-        {"aggregator": FedMA(widths=[8, 5])},
-        {},
-    ),
-    "downpour": lambda: (client_module(), {"aggregator": Downpour(), "clients_per_round": 5}, {}),
-    "private": lambda: (
-        client_module(),
-        {
-            "aggregator": DPFedAvg(quantile=0.5, count_noise=2.0),
-            "sampler": PoissonSampler(),
-            "clients_per_round": 2,
-        },
-        {},
-    ),
-    "attacked": lambda: (
-        client_module(),
-        {
-            "aggregator": CoordinateMedian(),
-            "callbacks": [Backdoor([1, 4], target=1, boost=3.0), ClientFaults(dropout=0.2)],
-        },
-        {},
-    ),
-    "a policy that learns": lambda: (
-        Foreign(batchnorm=True, optimizer=sgd),
-        {
-            "aggregator": FedAdam(),
-            "policy": Learner(),
-            "buffers": "average",
-            "callbacks": [ClientFaults(dropout=0.3)],
-        },
-        {"drop_last": True},
-    ),
-    "reinforce": lambda: (
-        client_module(),
-        {"policy": DiscreteGaussianReinforce(), "clients_per_round": 5},
-        {},
-    ),
-    "plateau": lambda: (
-        Plateau(batchnorm=True, metric=False),
-        {"buffers": "average", "callbacks": [EarlyStopping("val_loss", patience=1)]},
-        {"drop_last": True},
-    ),
-    "one client, median": lambda: (
-        client_module(),
-        {"aggregator": CoordinateMedian(), "clients_per_round": 1},
-        {},
-    ),
-    "one client, neurons": lambda: (
-        client_module(),
-        {"aggregator": PFNM(prior_variance=10.0, widths=[8, 5]), "clients_per_round": 1},
-        {},
-    ),
-    "one client, gossip": lambda: (
-        client_module(),
-        {"aggregator": Gossip("ring"), "clients_per_round": 1},
-        {},
-    ),
-    "one client, losses": lambda: (
-        client_module(),
-        {"aggregator": FedControl(), "clients_per_round": 1},
-        {},
-    ),
-    "lost clients": lambda: (
-        client_module(),
-        {"aggregator": GeometricMedian(), "callbacks": [Lose()], "policy": Uneven()},
-        {},
-    ),
-    "started by hooks": lambda: (Late(), PARTLY_LOCAL, {"drop_last": True}),
-    "vectorized, fixed groups": lambda: (
-        vectorized(Foreign(dropout=0.0, optimizer=sgd, metric=False), fixed_groups=True),
-        {"policy": Uneven(), "aggregator": FedAdam()},
-        {},
-    ),
-    "stages": lambda: (
-        client_module(),
-        {"aggregator": Staged([2], [FedAvgM(), FedAdam()]), "clients_per_round": 3},
-        {},
-    ),
-    "control variates": lambda: (
-        client_module(),
-        {"aggregator": Scaffold("II"), "clients_per_round": 5, "policy": Uneven()},
-        {},
-    ),
-    "vectorized, gradients of clients": lambda: (
-        vectorized(client_module(), fixed_groups=True),
-        {"aggregator": Scaffold("I"), "clients_per_round": 5},
-        {},
-    ),
-    "dynamic regularizers": lambda: (
-        client_module(),
-        {"aggregator": FedDyn(0.1), "clients_per_round": 5, "policy": Uneven()},
-        {},
-    ),
-    "fair weights": lambda: (
-        client_module(),
-        {"aggregator": QFedAvg(2.0), "clients_per_round": 5, "policy": Uneven()},
-        {},
-    ),
-    "worst mixture": lambda: (
-        client_module(),
-        {
-            "aggregator": AFL(0.3, mode="sampling"),
-            "sampler": AFLSampler(),
-            "clients_per_round": 3,
-        },
-        {},
-    ),
-    "numbers of terms": lambda: (
-        vectorized(client_module(terms=[Proximal(0.1)]), fixed_groups=True),
-        {"policy": PersonalizedPolicyGradient([{"mu": 0.0}, {"mu": 2.0}], floor=0.0)},
-        {},
-    ),
-    "normalized": lambda: (
-        client_module(),
-        {"aggregator": FedNova(), "clients_per_round": 5, "policy": Uneven()},
-        {},
-    ),
-    "adapters": lambda: (
-        Adapted(features=FEATURES, classes=CLASSES),
-        {"aggregator": FlexLoRA({1: 0.4, 4: 0.6}), "clients_per_round": 5, "policy": Uneven()},
-        {},
-    ),
-    "padded adapters": lambda: (
-        Adapted(features=FEATURES, classes=CLASSES),
-        {"aggregator": ZeroPadding({1: 0.4, 4: 0.6}, "norm"), "clients_per_round": 5},
-        {},
-    ),
-    "contributions": lambda: (
-        client_module(),
-        {"policy": PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)},
-        {},
-    ),
-    "asynchronous": lambda: (
-        Foreign(batchnorm=True, optimizer=sgd),
-        {
-            "aggregator": FedBuff(max_staleness=3),
-            "sampler": AsynchronousSampler(4),
-            "clients_per_round": 3,
-            "buffers": "average",
-            "callbacks": [ClientFaults(dropout=0.2, speed_sigma=1.0)],
-        },
-        {"drop_last": True},
-    ),
-    "mixture": lambda: (
-        FedEM(nn.Linear(FEATURES, CLASSES), 2, lambda p: torch.optim.SGD(p, lr=0.1)),
-        {"clients_per_round": 5},
-        {},
-    ),
-    "second model": lambda: (
-        client_module(terms=[APFL(0.9)]),
-        {"clients_per_round": 5, "policy": Uneven()},
-        {},
-    ),
-    "vectorized, second model": lambda: (
-        vectorized(client_module(terms=[Ditto(0.5, 0.5)])),
-        {"clients_per_round": 5},
-        {},
-    ),
-    "previous model": lambda: (client_module(terms=[MOON()]), {"clients_per_round": 5}, {}),
-    "inner step": lambda: (
-        PerFedAvg(nn.Linear(FEATURES, CLASSES), 0.1, False, lambda p: torch.optim.SGD(p, lr=0.1)),
-        {"clients_per_round": 5},
-        {"drop_last": True},
-    ),
-    "processes that join": lambda: (Foreign(metric=False), {"sampler": Growing()}, {}),
-    "logs of hooks": lambda: (
-        Logging(),
-        {"sampler": Growing(), "policy": Uneven(), "callbacks": [Counting()]},
-        {},
-    ),
-    "augmented": lambda: (digits_module(), {"policy": Uneven()}, {"augment": True}),
-    "vectorized, augmented": lambda: (
-        vectorized(digits_module(), steps_per_batch=2, fixed_groups=True),
-        {"policy": Schedule(num_steps=3)},
-        {"augment": True},
-    ),
-    "schedule": lambda: (Scheduled(), {"clients_per_round": 5}, {}),
-    "vectorized, schedule": lambda: (
-        vectorized(LightlyScheduled(), steps_per_batch=2),
-        {"clients_per_round": 5},
-        {},
-    ),
-    "vectorized, kept": lambda: (
-        vectorized(Foreign(dropout=0.0, optimizer=sgd, metric=False), steps_per_batch=2),
-        {"optimizer_state": "keep", "clients_per_round": 5, "policy": Schedule(num_steps=3)},
-        {},
-    ),
-}
-#: The same for processes that share the samples of a client's batches.
-SHARED = {
-    "client module": CASES["client module"],
-    "uneven": CASES["uneven"],
-    "matching": CASES["matching"],
-    "second model": CASES["second model"],
-    "gossip": lambda: (client_module(), {"aggregator": Gossip("ring"), "clients_per_round": 5}, {}),
-    "clusters": lambda: (
-        client_module(),
-        {"aggregator": Staged([1], [FedAvg(), ClusteredFL(eps1=9.0, eps2=0.0, warmup=1)])},
-        {},
-    ),
-    "foreign": lambda: (Foreign(dropout=0.0), {"clients_per_round": 4}, {"batch_size": 5}),
-    "contributions": lambda: (
-        client_module(),
-        {"policy": PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)},
-        {},
-    ),
-    "losses": CASES["losses"],
-    "control variates": lambda: (
-        client_module(),
-        {"aggregator": Staged([2], [Scaffold("I"), Scaffold("II")]), "clients_per_round": 5},
-        {},
-    ),
-    "batchnorm": lambda: (
-        Measured(batchnorm=True, dropout=0.0, optimizer=sgd),
-        {
-            "aggregator": FedControl(),
-            "policy": Learner(),
-            "buffers": "local",
-            "clients_per_round": 4,
-        },
-        # Two samples of every batch for each of three processes: BatchNorm cannot train on one.
-        {"drop_last": True, "partition": IID()},
-    ),
-    "augmented": CASES["augmented"],
-    "schedule": lambda: (Scheduled(), {"clients_per_round": 4}, {"batch_size": 5}),
-    "partly local": lambda: (
-        Foreign(dropout=0.0, optimizer=sgd),
-        {
-            "local_parameters": ["net.4.*"],
-            "phases": [Phase("local", num_steps=2), Phase("shared")],
-            "clients_per_round": 3,
-        },
-        {"batch_size": 6},
-    ),
-    "kept": lambda: (
-        Foreign(dropout=0.0, optimizer=sgd),
-        {"optimizer_state": "keep", "clients_per_round": 4},
-        {"batch_size": None},
-    ),
-}
 
 
 class Poison(L.Callback):
@@ -677,25 +155,117 @@ class Fail(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-#: Cases with a state that only a third round shows; the others have two.
-LONG = (
-    "kept", "falls of losses", "clusters", "stream", "layers", "private", "a policy that learns",
-    "reinforce", "plateau", "stages", "contributions", "vectorized, kept",
+def of(*args, **options):
+    """Return a function that makes a federation, whose arguments are made anew."""
+    return lambda: row(
+        *(each() for each in args), **{name: value() for name, value in options.items()}
+    )
+
+
+def vectorized(make, **options):
+    """Return a function that makes a federation of vectorized clients."""
+
+    def vectorize():
+        run = make()
+        options_of_groups = {"group_size": 2, "compile": False, "fixed_groups": True} | options
+        run.module = VectorizedClients(run.module, **options_of_groups)
+        return run
+
+    return vectorize
+
+
+#: Of the table: one row of each kind of message between processes.
+TABLE = (
+    "FedAvg, Proximal, uneven steps", "FedYogi, APFL", "FedControl, PersonalizedPolicyGradient",
+    "Gossip, a foreign module", "CoordinateMedian, Backdoor", "DPFedAvg, PoissonSampler",
+    "Staged, StagedPolicy", "PFNM", "FedBuff, AsynchronousSampler", "FlexLoRA", "BatchNorm, kept",
+    "BatchNorm, a policy that learns", "partly local", "plateau, EarlyStopping",
+    "a schedule that ends with the run", "Digits, augmented",
 )  # fmt: skip
+ONE = {"clients_per_round": lambda: 1}
+drop_last = partial(samples, drop_last=True)
+#: Functions that make federations: rows of the table, and what is about processes.
+CASES = {name: partial(ROWS[name], None) for name in TABLE} | {
+    "a client for two processes": of(partial(Foreign, metric=False), **ONE),
+    "one client, median": of(aggregator=CoordinateMedian, **ONE),
+    "one client, losses": of(aggregator=FedControl, **ONE),
+    "lost clients": of(aggregator=GeometricMedian, policy=Uneven, callbacks=lambda: [Lose()]),
+    "poison": of(callbacks=lambda: [Poison()]),
+    "started by hooks": of(
+        Late,
+        drop_last,
+        local_parameters=lambda: ["type:_BatchNorm", "net.4.*"],
+        phases=lambda: [Phase("local", num_steps=1), Phase("shared")],
+        policy=lambda: Schedule(num_steps=3),
+    ),
+    "logs of hooks, processes that join": of(
+        Logging, sampler=Growing, policy=Uneven, callbacks=lambda: [Counting()]
+    ),
+    "vectorized": vectorized(of(policy=Uneven), fixed_groups=False),
+    "vectorized, fixed groups": vectorized(of(aggregator=FedAdam, policy=Uneven)),
+    "vectorized, augmented": vectorized(
+        partial(ROWS["Digits, augmented"], None), steps_per_batch=2
+    ),
+}
+#: The same for processes that share the samples of a client's batches.
+SHARED = {
+    "uneven": of(lambda: module(Proximal(0.1)), partial(samples, batch_size=8), policy=Uneven),
+    "matching": of(lambda: module(RepresentationMatching(0.1))),
+    "second model": of(lambda: module(APFL(0.9)), policy=Uneven),
+    "gossip": of(aggregator=lambda: Gossip("ring")),
+    "clusters": of(
+        aggregator=lambda: Staged([1], [FedAvg(), ClusteredFL(eps1=9.0, eps2=0.0, warmup=1)])
+    ),
+    "foreign": of(partial(Foreign, dropout=0.0), partial(samples, batch_size=5)),
+    "contributions": of(
+        policy=lambda: PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)
+    ),
+    "losses": of(aggregator=FedControl),
+    "control variates": of(
+        aggregator=lambda: Staged([2], [Scaffold("I"), Scaffold("II")]),
+    ),
+    "batchnorm": of(
+        lambda: Measured(batchnorm=True, dropout=0.0, optimizer=MOMENTUM),
+        # Two samples of every batch for each of three processes: BatchNorm cannot train on one.
+        partial(samples, drop_last=True, partition=IID(), batch_size=8),
+        aggregator=FedControl,
+        policy=Learner,
+        buffers=lambda: "local",
+    ),
+    "augmented": CASES["Digits, augmented"],
+    "schedule": of(Scheduled, partial(samples, batch_size=5)),
+    "partly local": of(
+        lambda: Foreign(dropout=0.0, optimizer=MOMENTUM),
+        partial(samples, batch_size=6),
+        local_parameters=lambda: ["net.4.*"],
+        phases=lambda: [Phase("local", num_steps=2), Phase("shared")],
+        policy=lambda: Schedule(num_steps=4),
+    ),
+    "kept": of(
+        lambda: Foreign(dropout=0.0, optimizer=MOMENTUM),
+        partial(samples, batch_size=None),
+        optimizer_state=lambda: "keep",
+        clients_per_round=lambda: 4,
+    ),
+}
 
 
 def fit(
-    case, devices, folder, rounds=None, callbacks=(), ckpt_path=None, strategy=None, dtype="float64"
+    case,
+    devices,
+    folder,
+    rounds=None,
+    callbacks=(),
+    ckpt_path=None,
+    strategy=None,
+    precision="64-true",
 ):
     """Train a case; return its parameters and its table."""
     L.seed_everything(1, verbose=False)
-    module, loop_options, data_options = (SHARED if strategy == "ddp" else CASES)[case]()
-    kind = getattr(torch, dtype)
-    of_the_case, plugins = loop_options.pop("callbacks", ()), loop_options.pop("plugins", None)
-    loop = FederatedLoop(seed=1, csv_name=None, **loop_options)
+    run = (SHARED if strategy == "ddp" else CASES)[case]()
     watch = Watch()
+    options = {"accelerator": "cpu", "precision": precision} | run.trainer
     trainer = L.Trainer(
-        accelerator="cpu",
         devices=devices,
         strategy=strategy or "client_parallel",
         max_epochs=rounds or (3 if case in LONG else 2),
@@ -703,20 +273,20 @@ def fit(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        plugins=plugins,
-        callbacks=[loop, watch, RoundCheckpoint(str(folder)), *of_the_case, *callbacks],
+        callbacks=[run.loop, watch, RoundCheckpoint(str(folder)), *run.callbacks, *callbacks],
         num_sanity_val_steps=0,
+        **options,
     )
-    federation = data(kind, **data_options)
-    trainer.fit(module.to(kind), datamodule=federation, ckpt_path=ckpt_path)
+    trainer.fit(run.module, datamodule=run.data, ckpt_path=ckpt_path)
     # Before a test, for which DDP sends what process 0 has to all.
-    user = module.module if isinstance(module, VectorizedClients) else module
+    is_wrapped = isinstance(run.module, VectorizedClients)
+    user = run.module.module if is_wrapped else run.module
     state = {name: t.clone() for name, t in user.state_dict().items()}
-    tested = trainer.test(module, datamodule=federation, verbose=False) if not callbacks else []
+    tested = trainer.test(run.module, datamodule=run.data, verbose=False) if not callbacks else []
     return {
         "state": state,
-        "rows": loop.rows,
-        "store": dict(loop.store.rows),
+        "rows": run.loop.rows,
+        "store": dict(run.loop.store.rows),
         "test": tested,
         "participation": watch.participation.csv_gz(),
         "accuracies": watch.accuracies,
@@ -744,39 +314,43 @@ def train(devices, out, cases, repeat=False):
     save(runs if repeat else runs[0], out, devices)
 
 
+#: The case that resumes.
+KEPT = "BatchNorm, kept"
+
+
 def train_all(devices, out, cases, shared):
-    """Train cases and those that share samples; with ``kept``, resume, fail and have float32."""
+    """Train cases and those that share samples; with ``KEPT``, resume and have float32."""
     quiet()
     with tempfile.TemporaryDirectory() as folder:
         found = {case: fit(case, devices, folder) for case in cases}
-        if "kept" in cases:
+        if KEPT in cases:
             place = Path(out) / f"resumed.{devices}"
-            fit("kept", devices, place, rounds=2, callbacks=[L.Callback()])
-            found["resumed"] = fit("kept", devices, folder, ckpt_path=str(place / "last.ckpt"))
-            found["poison"] = fit("client module", devices, folder, callbacks=[Poison()])
-            found["float32"] = fit("uneven", devices, folder, dtype="float32")
+            fit(KEPT, devices, place, rounds=2, callbacks=[L.Callback()])
+            found["resumed"] = fit(KEPT, devices, folder, ckpt_path=str(place / "last.ckpt"))
+            uneven = "FedAvg, Proximal, uneven steps"
+            found["float32"] = fit(uneven, devices, folder, precision="32-true")
         for case in shared:
             found[f"ddp, {case}"] = fit(case, devices, folder, strategy="ddp")
     save(found, out, devices)
 
 
 def resume(devices, out, checkpoint):
-    """Go on with a run of the case ``kept``."""
+    """Go on with a run of the case ``KEPT``."""
     quiet()
-    save({"resumed": fit("kept", devices, out, ckpt_path=checkpoint)}, out, devices)
+    save({"resumed": fit(KEPT, devices, out, ckpt_path=checkpoint)}, out, devices)
 
 
 def fail(how, devices, out):
     """Let process 1 end in its second round: ``raise``, ``kill`` or ``freeze``."""
     quiet()
     strategy = ClientParallelStrategy(timeout=10 if how == "freeze" else 60)
-    fit("uneven", devices, out, callbacks=[Fail(how)], strategy=strategy)
+    fit("vectorized", devices, out, callbacks=[Fail(how)], strategy=strategy)
 
 
 def miss_a_metric(devices, out):
     """Log a metric of which only one process knows."""
     quiet()
-    CASES["one client"] = lambda: (Foreign(), {"clients_per_round": 1}, {})
+    CASES["one client"] = of(Foreign, **ONE)
     fit("one client", devices, out)
 
 
@@ -802,10 +376,10 @@ class CountsInValidation(Foreign):
 def count_in_validation(devices, out):
     """Write other values to a buffer on each process between rounds."""
     torch.set_num_threads(1)
-    module = CountsInValidation()
-    CASES["one client"] = lambda: (module, {}, {})
-    fit("one client", devices, out)
-    save(module.found, out, devices)
+    counts = CountsInValidation()
+    CASES["counts"] = lambda: row(counts)
+    fit("counts", devices, out)
+    save(counts.found, out, devices)
 
 
 if __name__ == "__main__":

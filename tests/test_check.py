@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import quick_cli
-from lightning_fl import ClientModule, aggregators
+from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.check import COLUMNS
 from lightning_fl.cli.arguments import COLUMNS as OF_COMMAND
@@ -93,20 +93,6 @@ def test_order_finds_random_generators_of_data_sets(is_seeded, expected):
         return Run(ClientModule(net), data, loop, [], {"accelerator": "cpu"})
 
     assert outcome(make, "order").outcome == expected
-
-
-class WithSGD(Troubled):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-RULES = ("FedAdam", "Scaffold", "FedDyn", "FedNova", "CoordinateMedian", "Gossip", "ClusteredFL")
-
-
-@pytest.mark.parametrize("rule", mostly_slow(RULES, "Scaffold"))
-def test_order_accepts_rules(rule):
-    make = made(kind=WithSGD, aggregator=getattr(aggregators, rule)())
-    assert outcome(make, "order").outcome == "equal"
 
 
 def test_candidates_are_named():

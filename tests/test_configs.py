@@ -1,4 +1,4 @@
-"""Every config runs, resumes bit-equal and trains on two processes, on small data of its kind."""
+"""Configs resume bit-equal, on small data of their kind."""
 
 from pathlib import Path
 
@@ -8,7 +8,6 @@ import yaml
 
 import extras
 import quick_cli
-from forks import Started
 from layouts import cifar_layout, mnist_layout
 from lightning_fl.callbacks import FederatedLoop
 
@@ -135,22 +134,6 @@ def test_a_config_resumes_bit_equal_after_its_end_in_a_round(
     assert whole[0] == parts[0]
     assert whole[0].count("\n") == 4
     _assert_equal(whole[1:], parts[1:], torch.equal)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", extras.marked([*KINDS, *MORE_KINDS]))
-def test_a_config_trains_on_two_processes_as_on_one(name, root, tmp_path):
-    # Both afresh: what ran here before may have left torch with other products of matrices.
-    parallel = ["strategy=client_parallel", "devices=2", "accelerator=cpu"]
-    for count, folder, extra in ((1, "one", ()), (2, "two", parallel)):
-        args = [*options(name, root, tmp_path / folder, 2), *(f"--trainer.{o}" for o in extra)]
-        codes, out = Started(count, tmp_path / f"{folder}.txt", command, args).finish(300)
-        assert not any(codes), out
-    one, two = left(tmp_path / "one"), left(tmp_path / "two")
-    for a, b in zip(one[0].splitlines(), two[0].splitlines(), strict=True):
-        for x, y in zip(a.split(","), b.split(","), strict=True):
-            assert x == y or float(x) == pytest.approx(float(y), rel=1e-3, abs=1e-5)
-    _assert_equal(one[1:], two[1:], lambda x, y: torch.allclose(x, y, rtol=1e-3, atol=1e-5))
 
 
 def _assert_equal(one, two, same):

@@ -17,18 +17,8 @@ from torch.utils.data import TensorDataset
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-import accelerator_cases as cases
-from accelerator_cases import (
-    CLASSES,
-    FEATURES,
-    SGD,
-    blobs,
-    compare,
-    fit,
-    module,
-    outcome,
-    samples,
-)
+from accelerator_cases import compare, fit, outcome
+from federations import CLASSES, FEATURES, SGD, Uneven, module, normalized, row, samples
 from lightning_fl import ClientModule, objectives
 from lightning_fl.callbacks import RoundCheckpoint
 from lightning_fl.cli import main
@@ -36,7 +26,6 @@ from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.datamodules.audio import LogMel
 from lightning_fl.models import CifarCNN
 from lightning_fl.policies import Schedule
-from processes import Foreign, Uneven
 
 GROUPS = {"group_size": 3, "steps_per_batch": 2}
 GRAPHS = GROUPS | {"compile": True}
@@ -70,42 +59,41 @@ def dropping():
     return ClientModule(net, (), SGD)
 
 
+MOMENTUM = partial(SGD, momentum=0.9)
 STEPS = {
-    "SGD": {},
-    "momentum": {"make": lambda: module(optimizer=partial(SGD, momentum=0.9))},
-    "Nesterov": {
-        "make": lambda: module(
-            optimizer=partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.1)
-        )
-    },
-    "Adam": {"make": lambda: module(optimizer=partial(torch.optim.Adam, lr=0.01))},
-    "Proximal": {"make": lambda: module(objectives.Proximal(0.1))},
-    "matching": {"make": lambda: module(objectives.RepresentationMatching(0.1))},
-    "entropy": {"make": lambda: module(objectives.EntropyRegularizer(0.9, 0.1))},
-    "BatchNorm": {
-        "make": lambda: Foreign(True, 0.0, torch.optim.SGD, metric=False),
-        "data": partial(samples, drop_last=True),
-    },
-    "a rate that decays": {"policy": lambda: Schedule(lr=0.1, num_steps=6, decay=0.5)},
-    "uneven steps and rates": {"policy": Uneven},
-    "uneven batches": {"data": partial(samples, batch_size=7)},
-    "kept momentum": {
-        "optimizer_state": "keep",
-        "clients_per_round": 4,
-        "make": lambda: module(optimizer=partial(SGD, momentum=0.9)),
-    },
+    "SGD": row,
+    "momentum": lambda **o: row(module(optimizer=MOMENTUM), **o),
+    "Nesterov": lambda **o: row(
+        module(optimizer=partial(MOMENTUM, nesterov=True, weight_decay=0.1)), **o
+    ),
+    "Adam": lambda **o: row(module(optimizer=partial(torch.optim.Adam, lr=0.01)), **o),
+    "Proximal": lambda **o: row(module(objectives.Proximal(0.1)), **o),
+    "matching": lambda **o: row(module(objectives.RepresentationMatching(0.1)), **o),
+    "entropy": lambda **o: row(module(objectives.EntropyRegularizer(0.9, 0.1)), **o),
+    "BatchNorm": lambda **o: row(normalized(), samples(drop_last=True), **o),
+    "a rate that decays": lambda **o: row(
+        **o | {"policy": Schedule(lr=0.1, num_steps=6, decay=0.5)}
+    ),
+    "uneven steps and rates": lambda **o: row(**o | {"policy": Uneven()}),
+    "uneven batches": lambda **o: row(None, samples(batch_size=7), **o),
+    "kept momentum": lambda **o: row(
+        module(optimizer=MOMENTUM), optimizer_state="keep", clients_per_round=4, **o
+    ),
 }
 
 
-@pytest.mark.parametrize("row", STEPS.values(), ids=STEPS)
-def test_cuda_graphs_change_nothing(tmp_path, replays, row):
+@pytest.mark.parametrize("of", STEPS.values(), ids=STEPS)
+def test_cuda_graphs_change_nothing(tmp_path, replays, of):
     """A graph is launched from its third step on. Groups have three and two clients."""
     counters.clear()
-    row = {"policy": lambda: Schedule(num_steps=6), "rounds": 3} | row
-    _, user, loop = fit("cuda", tmp_path, group_size=GROUPS, **row)
+
+    def make():
+        return of(policy=Schedule(num_steps=6))
+
+    _, user, loop = fit("cuda", tmp_path, make, GROUPS, rounds=3)
     assert not replays
     watch = Compiled()
-    _, other, found = fit("cuda", tmp_path, group_size=GRAPHS, watchers=lambda: [watch], **row)
+    _, other, found = fit("cuda", tmp_path, make, GRAPHS, rounds=3, watchers=[watch])
     compare(outcome(other, found), outcome(user, loop))
     assert all(watch.found)
     assert replays["replays"] > 3
@@ -115,20 +103,15 @@ def test_cuda_graphs_change_nothing(tmp_path, replays, row):
 @pytest.mark.parametrize("group", [GROUPS, GRAPHS, {"group_size": "auto"}])
 def test_dropout_is_a_function_of_the_seed(tmp_path, group):
     """Also where a run resumes, and after trials, of which there are more on a slow machine."""
-    options = {"make": dropping, "policy": lambda: Schedule(num_steps=4)}
+
+    def make():
+        checkpoints = {"enable_checkpointing": True}
+        return row(dropping(), policy=Schedule(num_steps=4), trainer=checkpoints)
 
     def run(folder, rounds, **more):
-        keep = {"watchers": lambda: [RoundCheckpoint(str(tmp_path / folder))]}
-        _, user, loop = fit(
-            "cuda",
-            tmp_path,
-            rounds=rounds,
-            group_size=group,
-            trainer={"enable_checkpointing": True},
-            **keep,
-            **options,
-            **more,
-        )
+        keep = [RoundCheckpoint(str(tmp_path / folder))]
+        options = {"watchers": keep, "has_dropout": True}
+        _, user, loop = fit("cuda", tmp_path, make, group, rounds, **options, **more)
         return outcome(user, loop)
 
     whole = run("whole", 3)
@@ -137,23 +120,18 @@ def test_dropout_is_a_function_of_the_seed(tmp_path, group):
     compare(run("half", 3, ckpt_path=str(tmp_path / "half" / "last.ckpt")), whole)
 
 
-def singles():
-    made = [TensorDataset(b.tensors[0].float(), b.tensors[1]) for b in (blobs(), blobs(21, 1))]
-    return FederatedDataModule(*made, num_clients=cases.CLIENTS, batch_size=4, seed=1)
-
-
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_mixed_precision(tmp_path, precision):
     """Far closer to single precision than a run moves the parameters; plain, at once, compiled."""
-    policy = {"policy": lambda: Schedule(num_steps=6)}
-    options = {"dtype": torch.float32, "rounds": 3, "data": singles} | policy
-    _, exact, _ = fit("cuda", tmp_path, **options)
+
+    def of(precision):
+        return lambda: row(policy=Schedule(num_steps=6), trainer={"precision": precision})
+
+    _, exact, _ = fit("cuda", tmp_path, of("32-true"), rounds=3)
     torch.manual_seed(0)
     start = module()
     for group in (None, GROUPS, GRAPHS):
-        _, user, loop = fit(
-            "cuda", tmp_path, group_size=group, trainer={"precision": precision}, **options
-        )
+        _, user, loop = fit("cuda", tmp_path, of(precision), group, rounds=3)
         assert loop.rows[-1]["train_loss"] < loop.rows[0]["train_loss"]
         for name, param in user.named_parameters():
             goal = exact.get_parameter(name).cpu()
@@ -168,14 +146,12 @@ def test_convolutions_at_once_are_those_one_by_one(tmp_path):
         train = TensorDataset(x, torch.arange(80) % 10)
         return FederatedDataModule(train, num_clients=4, batch_size=8, val_size=0, seed=1)
 
-    options = {
-        "make": lambda: ClientModule(CifarCNN(width=4, hidden=8), (), SGD),
-        "data": data,
-        "policy": lambda: Schedule(num_steps=3),
-    }
-    _, user, _ = fit("cuda", tmp_path, **options)
+    def make():
+        return row(CifarCNN(width=4, hidden=8), data(), policy=Schedule(num_steps=3))
+
+    _, user, _ = fit("cuda", tmp_path, make)
     for group in (GROUPS, GRAPHS):
-        _, other, _ = fit("cuda", tmp_path, group_size=group, **options)
+        _, other, _ = fit("cuda", tmp_path, make, group)
         compare(other.state_dict(), user.state_dict())
 
 

@@ -22,47 +22,13 @@ from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
 SCRIPT = Path(__file__).with_name("processes.py")
-CASES = [*processes.CASES, "poison"]
 SHARED = [f"ddp, {case}" for case in processes.SHARED if case != "batchnorm"]
-
 #: Cases in which logged metrics act on the run.
-ACTS = ["a policy that learns", "reinforce", "plateau", "contributions"]
-#: Vectorized, with groups of clients that do not depend on the number of processes.
-FIXED = ["vectorized, fixed groups", "vectorized, augmented"]
-#: What two processes train; one and three train everything. One of each kind of message.
-OF_TWO = ["client module", "batchnorm", "kept", "vectorized", "losses", "gossip", "augmented"]
-OF_TWO += [*ACTS[:1], *FIXED]
-SHARED_OF_TWO = ["client module", "losses", "batchnorm", "kept"]
-
-
-#: Cases whose messages are of the same kinds as those of others.
-SLOW = [
-    *("matching", "vectorized, matching", "server optimizer", "falls of losses", "neurons"),
-    *("layers", "downpour", "attacked", "reinforce", "one client, neurons", "one client, gossip"),
-    *("one client, losses", "stages", "vectorized, gradients of clients", "normalized", "mixture"),
-    *("vectorized, schedule", "vectorized, kept", "uneven", "clusters"),
-    *("stream", "plateau", "one client, median", "frozen", "vectorized, partly local"),
-    *("dynamic regularizers", "fair weights", "numbers of terms"),
-    *("second model", "previous model", "vectorized, second model", "inner step"),
-    "padded adapters",
-]
-SLOW_SHARED = [case for case in processes.SHARED if case not in SHARED_OF_TWO]
-
-
-def is_slow(case):
-    return case in (*SLOW, *(f"ddp, {case}" for case in SLOW_SHARED))
-
-
-def on_two_and_three(cases):
-    """Every case on three processes, and some on two."""
-    two = [*OF_TWO, "poison", *(f"ddp, {case}" for case in SHARED_OF_TWO)]
-    pairs = [
-        pytest.param(case, count, marks=[pytest.mark.slow] * is_slow(case))
-        for case in cases
-        for count in (2, 3)
-        if count == 3 or case in two
-    ]
-    return pytest.mark.parametrize(("case", "count"), pairs)
+ACTS = (
+    "BatchNorm, a policy that learns",
+    "plateau, EarlyStopping",
+    "FedControl, PersonalizedPolicyGradient",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -79,28 +45,10 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def usual(place):
-    """What each process of 1, 2 and 3 found, in every case that is not slow."""
-    cases = [case for case in processes.CASES if case not in SLOW]
-    alone = cases, SHARED_OF_TWO
-    return trained(place, {3: alone, 1: alone, 2: (OF_TWO, SHARED_OF_TWO)})
-
-
-@pytest.fixture(scope="session")
-def others(tmp_path_factory):
-    """The same of the slow cases, of which two processes train none."""
-    return trained(tmp_path_factory.mktemp("slow"), dict.fromkeys((3, 1), (SLOW, SLOW_SHARED)))
-
-
-@pytest.fixture
-def found(request):
-    """What each process of 1, 2 and 3 found in the test's case."""
-    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
-    return request.getfixturevalue("others" if is_slow(case) else "usual")
-
-
-def trained(place, cases):
-    """Train cases by number of processes, of which the longest come first."""
+def found(place):
+    """What each process of 1 and 3 found in every case, and each of 2 in one."""
+    every = list(processes.CASES), list(processes.SHARED)
+    cases = {3: every, 1: every, 2: ([processes.KEPT], [])}
     runs = [
         Started(count, place / f"output.{count}", processes.train_all, count, place, *given)
         for count, given in cases.items()
@@ -136,54 +84,38 @@ def difference(one, other):
     return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
 
 
-@on_two_and_three(CASES + SHARED)
-def test_processes_do_not_matter(found, case, count):
-    alone, together = found[1][0][case], found[count][0][case]
+@pytest.mark.parametrize("case", [*processes.CASES, *SHARED])
+def test_three_processes_give_the_result_of_one(found, case):
+    alone, together = found[1][0][case], found[3][0][case]
     assert difference(alone["state"], together["state"]) < 1e-12
     assert alone["store"].keys() == together["store"].keys()
-    if case not in SHARED:
+    if case in processes.CASES:  # with DDP, logged values are Lightning's own
         for one, other in zip(alone["rows"], together["rows"], strict=True):
             assert other == pytest.approx(one, abs=1e-6)
         assert together["test"] == [pytest.approx(found, abs=1e-6) for found in alone["test"]]
     for client, rows in alone["store"].items():
         assert difference(rows, together["store"][client]) < 1e-12
-
-
-@on_two_and_three(CASES + SHARED)
-def test_who_took_part_in_which_round_is_recorded_alike(found, case, count):
-    alone = found[1][0][case]
-    for each in found[count]:
+    for each in found[3]:
         assert alone["participation"] == each[case]["participation"]
         assert alone["accuracies"] == each[case]["accuracies"]
-    if case in ("client module", "clusters", "neurons", "gossip"):
-        assert len(alone["accuracies"]) == processes.CLIENTS
 
 
-@on_two_and_three([*CASES, "ddp, client module"])
-def test_every_process_knows_the_same(found, case, count):
-    first, *others = (each[case] for each in found[count])
-    for other in others:
-        assert difference(first["state"], other["state"]) == 0
-        assert first["rows"] == other["rows"]
-        assert first["store"].keys() == other["store"].keys()
-        for client, rows in first["store"].items():
-            assert difference(rows, other["store"][client]) == 0
-
-
-@on_two_and_three([*SHARED, "ddp, batchnorm"])
-def test_processes_that_share_samples_have_one_model(found, case, count):
-    first, *others = (each[case] for each in found[count])
+@pytest.mark.parametrize("case", [*processes.CASES, *SHARED, "ddp, batchnorm"])
+def test_every_process_knows_the_same(found, case):
+    first, *others = (each[case] for each in found[3])
     for other in others:
         assert hashed(first) == hashed(other)
         assert first["store"].keys() == other["store"].keys()
         for client, rows in first["store"].items():
             assert difference(rows, other["store"][client]) == 0
+        if case in processes.CASES:
+            assert first["rows"] == other["rows"]
 
 
-@on_two_and_three([c for c in CASES if not c.startswith("vectorized")] + FIXED)
-def test_the_number_of_processes_does_not_change_a_bit(found, case, count):
+@pytest.mark.parametrize("case", [case for case in processes.CASES if case != "vectorized"])
+def test_the_number_of_processes_does_not_change_a_bit(found, case):
     alone = found[1][0][case]
-    for each in found[count]:
+    for each in found[3]:
         assert hashed(each[case]) == hashed(alone)
         if case in ACTS:  # what validation and training log acts on these runs
             assert each[case]["rows"] == alone["rows"]
@@ -191,7 +123,8 @@ def test_the_number_of_processes_does_not_change_a_bit(found, case, count):
 
 @pytest.mark.slow
 def test_four_processes_neither(tmp_path):
-    cases = [ACTS[0], *FIXED, "one client, median", "lost clients"]
+    fixed = ["vectorized, fixed groups", "vectorized, augmented"]
+    cases = [ACTS[0], *fixed, "one client, median", "lost clients"]
     alone = train(1, tmp_path, cases)
     for case, one in train(4, tmp_path, cases).items():
         assert hashed(one) == hashed(alone[case])
@@ -199,7 +132,7 @@ def test_four_processes_neither(tmp_path):
 
 @pytest.mark.slow
 def test_five_runs_are_the_same(tmp_path):
-    seen = {"a policy that learns": set(), "lost clients": set()}
+    seen = {ACTS[0]: set(), "lost clients": set()}
     repeats = train(3, tmp_path, list(seen), True)
     assert len(repeats) == 5
     for repeat in repeats:
@@ -215,19 +148,17 @@ def test_with_float32_the_bits_are_the_same(found, count):
 
 def test_the_cases_do_something(found):
     cases = found[1][0]
-    states = [cases[case]["state"] for case in ("client module", "few clients", "uniform")]
-    assert difference(states[0], states[1]) > 1e-4
-    assert difference(states[0], states[2]) > 1e-4
-    assert cases["kept"]["store"]
+    assert cases[processes.KEPT]["store"]
     assert all(row["dropped_clients"] == "4" for row in cases["poison"]["rows"])
-    assert cases["foreign"]["rows"][-1]["largest"] > 0
+    assert cases["Gossip, a foreign module"]["rows"][-1]["largest"] > 0
+    assert len({hashed(cases[name]) for name in processes.CASES}) == len(processes.CASES)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_run_resumes_bit_equal_on_as_many_processes(found, count):
     for each in found[count]:
-        assert difference(each["kept"]["state"], each["resumed"]["state"]) == 0
-        assert each["kept"]["rows"] == each["resumed"]["rows"]
+        assert difference(each[processes.KEPT]["state"], each["resumed"]["state"]) == 0
+        assert each[processes.KEPT]["rows"] == each["resumed"]["rows"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
@@ -238,7 +169,7 @@ def test_a_run_resumes_on_another_number_of_processes(found, place, tmp_path, be
     ).finish()
     assert not any(codes), output
     resumed = load(tmp_path, after)["resumed"]
-    assert difference(found[1][0]["kept"]["state"], resumed["state"]) < 1e-12
+    assert difference(found[1][0][processes.KEPT]["state"], resumed["state"]) == 0
     assert len(resumed["rows"]) == 3
 
 
@@ -283,11 +214,11 @@ def test_a_process_that_fails_ends_those_that_it_has_started():
 def test_torchrun_starts_it_too(tmp_path):
     """The processes of the other tests are told the same by ``forks.py``."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command = [sys.executable, *launcher, str(SCRIPT), "2", str(tmp_path), "client module"]
+    command = [sys.executable, *launcher, str(SCRIPT), "2", str(tmp_path), "vectorized"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert run.returncode == 0, run.stdout + run.stderr
-    together = load(tmp_path, 2, 1)["client module"]
-    forked = train(2, tmp_path, ["client module"])["client module"]
+    together = load(tmp_path, 2, 1)["vectorized"]
+    forked = train(2, tmp_path, ["vectorized"])["vectorized"]
     assert difference(forked["state"], together["state"]) == 0
 
 

@@ -7,10 +7,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import TensorDataset
 
 from lightning_fl import ClientModule
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.policies import Schedule
-from two_classes import samples
 
 LR = 0.2
 
@@ -105,24 +104,3 @@ def quadratics(curvature, optimum):
     """Clients with one sample each."""
     train = TensorDataset(*(torch.tensor(t, dtype=torch.float64) for t in (curvature, optimum)))
     return FederatedDataModule(train, train, num_clients=len(curvature), batch_size=1, seed=0)
-
-
-def check_resumed(fit, folder, run, wrap=lambda m: m, rounds=4, **options):
-    """Train in one go, and in two; everything that is left must be the same, bit for bit."""
-
-    def trained(rounds, **how):
-        made, loop = run()
-        fit(
-            wrap(made), loop, samples(), rounds=rounds, callbacks=[RoundCheckpoint(str(folder))],
-            enable_checkpointing=True, **options, **how,
-        )  # fmt: skip
-        return made.state_dict(), loop.aggregator.state_dict(), loop.store.rows, loop.rows
-
-    whole = trained(rounds)
-    (folder / "last.ckpt").unlink()
-    trained(rounds // 2)
-    again = trained(rounds, ckpt_path=str(folder / "last.ckpt"))
-    assert whole[3] == again[3]
-    for one, other in zip(whole[:3], again[:3], strict=True):
-        leaves = [torch.utils._pytree.tree_leaves(dict(sorted(t.items()))) for t in (one, other)]
-        assert all(map(torch.equal, *leaves))

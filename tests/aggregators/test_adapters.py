@@ -92,25 +92,6 @@ def test_ranks_are_drawn_by_the_seed(run):
     assert run(FlexLoRA(), rounds=1)[1].aggregator.client_ranks.tolist() == [4] * 5
 
 
-@every_rule
-def test_vectorized_clients_get_the_same(run, rule):
-    plain, loop = run(rule(RANKS), clients_per_round=3)
-    stacked, other = run(rule(RANKS), wrap=vectorized, clients_per_round=3)
-    assert_same(plain, stacked, 1e-12)
-    assert [r["bytes_up"] for r in loop.rows] == [r["bytes_up"] for r in other.rows]
-
-
-@pytest.mark.parametrize("rule", [FlexLoRA, RULES["by norm"]])
-def test_a_killed_run_resumes_bit_for_bit(run, rule, tmp_path):
-    saving = [RoundCheckpoint(str(tmp_path))]
-    run(rule({1: 0.4, 4: 0.6}), rounds=2, callbacks=saving)
-    path = str((tmp_path / "last.ckpt").rename(tmp_path / "killed.ckpt"))
-    saving = [RoundCheckpoint(str(tmp_path))]
-    resumed, _ = run(rule({1: 0.4, 4: 0.6}), rounds=4, callbacks=saving, ckpt_path=path)
-    expected, _ = run(rule({1: 0.4, 4: 0.6}), rounds=4)
-    assert_same(expected, resumed, 0)
-
-
 # --- traffic --------------------------------------------------------------------------------------
 
 

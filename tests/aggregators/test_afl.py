@@ -19,7 +19,6 @@ from written_plainly import (
     Noted,
     Quadratic,
     Uneven,
-    check_resumed,
     loss_and_gradient,
     module,
     quadratics,
@@ -119,35 +118,6 @@ def test_the_worst_client_gets_a_smaller_loss_than_with_fedavg(fit, mode):
     w, worst = final(AFL(0.1, mode=mode), **options)
     assert w == pytest.approx(1.0, abs=0.1 if mode == "weights" else 0.35)
     assert worst < 0.8 * final(FedAvg("uniform"))[1]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: FederatedLoop(AFL(0.2), Uneven(), seed=1),
-        lambda: sampled(kind=FederatedLoop, policy=Uneven()),
-    ],
-)
-def test_vectorized_clients_give_the_same(fit, make):
-    def run(wrap):
-        made, loop = module(), make()
-        fit(wrap(made), loop, samples(), rounds=4)
-        return vector(made), loop.aggregator.mixture
-
-    one, other = run(lambda m: m), run(lambda m: VectorizedClients(m, 3, compile=False))
-    for found, expected in zip(other, one, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("mode", "group_size"), [("average", None), ("sampling", 2)])
-def test_a_run_resumes_bit_for_bit(fit, tmp_path, mode, group_size):
-    def run():
-        if mode == "sampling":
-            return module(), sampled(policy=Uneven(), kind=FederatedLoop)
-        return module(), FederatedLoop(AFL(0.2, output="average"), Uneven(), seed=1)
-
-    wrap = (lambda m: m) if group_size is None else lambda m: VectorizedClients(m, 2, compile=False)
-    check_resumed(fit, tmp_path, run, wrap, rounds=6)
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped", "ignore:.*too few")

@@ -198,21 +198,6 @@ def test_every_round_is_that_of_the_plain_program(run, case):
         assert all(row["dropped"] >= stale for row, stale in zip(loop.rows, too_stale, strict=True))
 
 
-@pytest.mark.parametrize("rule", [FedBuff, FedAsync])
-def test_vectorized_and_plain_clients_agree(run, rule):
-    size = 3 if rule is FedBuff else 1
-
-    def wrap(made):
-        return VectorizedClients(made, group_size=2, compile=False)
-
-    # The proximal term pulls each client to the model from which it started.
-    _, one = run(rule(), size, made=module(rho=0.3))
-    _, other = run(rule(), size, made=module(rho=0.3), wrap=wrap)
-    for a, b in zip(one.models, other.models, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert [row["virtual_time"] for row in one.rows] == [row["virtual_time"] for row in other.rows]
-
-
 class Normalized(torch.nn.Module):
     def __init__(self):
         super().__init__()

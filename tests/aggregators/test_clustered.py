@@ -7,7 +7,7 @@ import torch
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import ClusteredFL, FedAvg
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
+from lightning_fl.callbacks import FederatedLoop, RunReport
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.layout import VectorLayout
@@ -299,17 +299,6 @@ def test_statistics_of_batches_have_no_norm(fit, data, group_size):
     assert net[1].running_mean.abs().max() > 0
     assert [row["max_norm"] for row in loop.rows] == [0, 0]
     assert [row["clusters"] for row in loop.rows] == [1, 1]
-
-
-def test_a_resumed_federation_is_bit_equal(federation, tmp_path):
-    def options(folder):
-        return {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
-
-    whole, _ = federation(8, **options("whole"))
-    federation(6, **options("half"))
-    again, _ = federation(8, ckpt_path=tmp_path / "half" / "last.ckpt", **options("half"))
-    assert torch.equal(again.models, whole.models)
-    assert again.clusters() == whole.clusters()
 
 
 @pytest.mark.parametrize(

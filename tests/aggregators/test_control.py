@@ -262,34 +262,6 @@ def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, g
             assert found == pytest.approx(expected, abs=1e-12)
 
 
-def test_vectorized_training_changes_nothing(fit, ragged_modules, flat):
-    vectors = [flat(ragged_modules(group_size)) for group_size in (None, 2, 4)]
-    for vector in vectors[1:]:
-        torch.testing.assert_close(vector, vectors[0], atol=1e-12, rtol=0)
-
-
-@pytest.fixture
-def ragged_modules(fit, blobs):
-    """Three rounds of FedControl with BatchNorm and dropout, which evaluate while clients train."""
-
-    def make(group_size):
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(
-            torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.ReLU(), torch.nn.Linear(5, 3)
-        )
-        module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-        federation = FederatedDataModule(blobs(96), num_clients=4, batch_size=8, seed=1)
-        loop = FederatedLoop(FedControl(decay=0.5), buffers="average", seed=0, client_fraction=0.75)
-        user = (
-            module if group_size is None else VectorizedClients(module, group_size, compile=False)
-        )
-        fit(user, loop, federation, rounds=3)
-        assert module.training
-        return module
-
-    return make
-
-
 def test_a_module_without_losses_is_refused_at_once(fit, foreign):
     with pytest.raises(
         FederationError, match=r"requires a method federated_losses\(batch\) .*Foreign"

@@ -13,7 +13,6 @@ from lightning_fl.functional.drift import dynamic_term, next_gradient
 from lightning_fl.objectives import Proximal
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
-from lightning_fl.transforms import TopK
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 from two_classes import samples
 from written_plainly import (
@@ -22,7 +21,6 @@ from written_plainly import (
     Noted,
     Quadratic,
     Uneven,
-    check_resumed,
     loss_and_gradient,
     module,
     quadratics,
@@ -170,16 +168,6 @@ def test_vectorized_clients_give_the_same(fit, monkeypatch, compiled):
     other = run(lambda m: VectorizedClients(m, 2 + (not compiled), compile=compiled))
     for found, expected in zip(other, one, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("group_size", [None, 3])
-def test_a_run_resumes_bit_for_bit(fit, tmp_path, group_size):
-    def run():
-        options = {"update_transforms": [TopK(0.5)], "clients_per_round": 3, "seed": 1}
-        return module(), FederatedLoop(FedDyn(0.1), Uneven(), **options)
-
-    wrap = (lambda m: m) if group_size is None else lambda m: VectorizedClients(m, 3, compile=False)
-    check_resumed(fit, tmp_path, run, wrap)
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped")

@@ -107,13 +107,6 @@ def rule_orders(seed, round):
     return generator(seed, RandomStream.NEURONS, 0, round)
 
 
-def test_vectorized_clients_train_as_sequential_ones(fit, images):
-    one, _ = run(fit, images, FedMA(seed=4), rounds=4)
-    many, _ = run(fit, images, FedMA(seed=4), rounds=4, wrap=lambda m: VectorizedClients(m, 3))
-    for a, b in zip(one.parameters(), many.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.slow
 def test_compiled_vectorized_clients_keep_layers_fixed(fit, images):
     rule = Watch(seed=4)

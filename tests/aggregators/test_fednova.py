@@ -7,7 +7,7 @@ import torch
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, FedNova, QFedAvg, Scaffold
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule
 from lightning_fl.types import ClientUpdate, FederationError
@@ -126,24 +126,6 @@ def test_the_server_may_have_momentum(fit):
             plain.update(update)
         velocity = 0.5 * velocity + plain.compute() - server
         torch.testing.assert_close(model, server + velocity, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("group_size", [None, 3])
-def test_a_run_resumes_bit_for_bit(fit, tmp_path, group_size):
-    def run(rounds, **options):
-        made, rule = module(momentum=0.5), FedNova(partial(torch.optim.SGD, lr=1.0, momentum=0.5))
-        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-        loop = FederatedLoop(rule, Uneven(), seed=1, clients_per_round=3)
-        options |= {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
-        fit(user, loop, samples(), rounds=rounds, **options)
-        return vector(made), loop.rows
-
-    whole = run(4)
-    (tmp_path / "last.ckpt").unlink()
-    run(2)
-    again = run(4, ckpt_path=str(tmp_path / "last.ckpt"))
-    assert torch.equal(whole[0], again[0])
-    assert whole[1] == again[1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_fl.aggregators import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedOpt, FedYogi
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.optimizers import Adaptive
@@ -118,32 +117,6 @@ def test_buffers_are_averaged():
     for one, mean, whole in zip(found, plain, momentum, strict=True):
         assert torch.equal(one[:2], whole[:2])
         torch.testing.assert_close(one[2], mean[2], atol=1e-14, rtol=0)
-
-
-def test_saved_in_the_middle_it_goes_on_as_if_nothing_had_been(tmp_path):
-    rule, again = FedAdam(), FedAdam()
-    half = rounds(rule, 3)[-1]
-    torch.save(rule.state_dict(), tmp_path / "rule.pt")
-    again.start(half)
-    again.load_state_dict(torch.load(tmp_path / "rule.pt", weights_only=True))
-    expected, found = (rounds(each, 3, half, seed=1) for each in (rule, again))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-
-
-def test_a_resumed_federation_is_bit_equal(fit, linear, data, flat, tmp_path):
-    x = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    train = torch.utils.data.TensorDataset(x, x.sum(1))
-
-    def run(rounds, folder, **options):
-        module = linear()
-        loop = FederatedLoop(FedAdam(lr=0.02), seed=1, client_fraction=0.5)
-        options |= {"enable_checkpointing": True, "callbacks": [RoundCheckpoint(tmp_path / folder)]}
-        fit(module, loop, data(train, val=train), rounds=rounds, **options)
-        return flat(module)
-
-    whole = run(5, "whole")
-    run(2, "half")
-    assert torch.equal(run(5, "half", ckpt_path=tmp_path / "half" / "last.ckpt"), whole)
 
 
 def test_wrong_options_are_named_at_once():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import FedAvg, Gossip
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.types import ClientUpdate, FederationError
@@ -56,32 +55,6 @@ def test_everyone_with_everyone_is_fedavg(fit, foreign, flat):
     for module, rule in zip(modules, (Gossip("complete"), FedAvg("uniform")), strict=True):
         fit(module, FederatedLoop(aggregator=rule, seed=0), rounds=3)
     torch.testing.assert_close(flat(modules[0]), flat(modules[1]), atol=1e-12, rtol=0)
-
-
-def test_vectorized_training_changes_nothing(fit, foreign, flat):
-    vectors = []
-    for group_size in (None, 2, 4):
-        module, rule = foreign(optimizer="sgd", dropout=0.0), Gossip("ring")
-        user = (
-            module if group_size is None else VectorizedClients(module, group_size, compile=False)
-        )
-        fit(user, FederatedLoop(rule, buffers="average", seed=0, client_fraction=0.75), rounds=3)
-        vectors.append(torch.cat([flat(module), rule.models.flatten()]))
-    for vector in vectors[1:]:
-        torch.testing.assert_close(vector, vectors[0], atol=1e-12, rtol=0)
-
-
-def test_a_resumed_federation_is_bit_equal(fit, foreign, tmp_path):
-    def run(rounds, folder, **options):
-        rule = Gossip("erdos_renyi")
-        options |= {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
-        loop = FederatedLoop(rule, buffers="average", seed=0, client_fraction=0.5)
-        fit(foreign(optimizer="sgd"), loop, rounds=rounds, **options)
-        return rule.models
-
-    whole = run(4, "whole")
-    run(2, "half")
-    assert torch.equal(run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt"), whole)
 
 
 def test_a_resumed_run_has_the_graph_of_its_checkpoint(fit, foreign, data, tmp_path, monkeypatch):

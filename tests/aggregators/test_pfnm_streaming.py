@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl import ClientModule
 from lightning_fl.aggregators import PFNM, FedAvg, StreamingPFNM
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.functional.networks import MatchingOptions, NetworkPosterior, match_networks
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.policies import Schedule
@@ -145,30 +145,6 @@ def test_the_search_is_made_once(fit, data):
         assert [row[n] for n in ("gamma", "client_variance", "prior_variance")] == [
             first[n] for n in ("gamma", "client_variance", "prior_variance")
         ]
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda m: m, lambda m: VectorizedClients(m, group_size=2)], ids=["one", "vectorized"]
-)
-def test_it_resumes_bit_equal(fit, data, tmp_path, wrap):
-    def run(folder, rounds, **options):
-        made = module((6, 8, 5, 3))
-        rule = StreamingPFNM(gamma=1.0, client_variance=0.01, fresh=2, seed=5)
-        loop = FederatedLoop(rule, Schedule(num_steps=5), seed=2, client_fraction=0.5)
-        callbacks = [RoundCheckpoint(str(folder))]
-        options |= {"callbacks": callbacks, "enable_checkpointing": True}
-        fit(wrap(made), loop, data(stream_steps=4), rounds=rounds, **options)
-        return made, loop
-
-    whole, one = run(tmp_path / "whole", 5)
-    run(tmp_path / "parts", 3)
-    parts, two = run(tmp_path / "parts", 5, ckpt_path=str(tmp_path / "parts" / "last.ckpt"))
-    assert one.rows == two.rows
-    assert all(
-        torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True)
-    )
-    for name, buffer in one.aggregator.named_buffers():
-        assert torch.equal(buffer, dict(two.aggregator.named_buffers())[name]), name
 
 
 def test_networks_that_go_on_alone(fit, data):

@@ -17,7 +17,6 @@ from written_plainly import (
     Lost,
     Noted,
     Uneven,
-    check_resumed,
     loss_and_gradient,
     module,
     samples_of,
@@ -108,15 +107,6 @@ def test_vectorized_clients_give_the_same_and_evaluate_once(fit, monkeypatch):
     one, other = run(lambda m: m), run(lambda m: VectorizedClients(m, 3, compile=False))
     torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
     assert len(calls) == 2 * 3 * 4
-
-
-@pytest.mark.parametrize("group_size", [None, 3])
-def test_a_run_resumes_bit_for_bit(fit, tmp_path, group_size):
-    def run():
-        return module(), FederatedLoop(QFedAvg(3.0), Uneven(), clients_per_round=3, seed=1)
-
-    wrap = (lambda m: m) if group_size is None else lambda m: VectorizedClients(m, 3, compile=False)
-    check_resumed(fit, tmp_path, run, wrap)
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped", "ignore:.*too few")

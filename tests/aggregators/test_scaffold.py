@@ -6,10 +6,10 @@ from lightning.pytorch import Callback
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, Scaffold, Staged
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.federation.context import Federation
 from lightning_fl.policies import Schedule
-from lightning_fl.transforms import Quantize, TopK
+from lightning_fl.transforms import Quantize
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 from two_classes import samples
 from written_plainly import (
@@ -90,24 +90,6 @@ def test_with_everybody_the_servers_control_variate_is_the_mean_of_the_clients(f
     torch.testing.assert_close(rule.control, own.mean(0), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("option", ["I", "II"])
-@pytest.mark.parametrize("group_size", [2, 3])
-def test_vectorized_clients_give_the_same(fit, option, group_size):
-    def run(wrap):
-        made, rule = module(), Scaffold(option)
-        fit(
-            wrap(made),
-            FederatedLoop(rule, Uneven(), seed=1, clients_per_round=4),
-            samples(),
-            rounds=3,
-        )
-        return vector(made), rule.control
-
-    one, other = run(lambda m: m), run(lambda m: VectorizedClients(m, group_size, compile=False))
-    for found, expected in zip(one, other, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 def test_gradients_are_corrected_where_a_graph_would_make_the_update(fit, monkeypatch):
     """Plain SGD of whole groups is part of the compiled graph, which knows no correction."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -129,30 +111,6 @@ class Uneven(Schedule):
 
     def sample(self, round, clients):
         return {"num_steps": 1 + clients % 3, "lr": 0.1 + 0.02 * clients.double()}
-
-
-@pytest.mark.parametrize("group_size", [None, 3])
-def test_a_run_resumes_bit_for_bit(fit, tmp_path, group_size):
-    def run(rounds, **options):
-        made, rule = module(), Scaffold()
-        loop = FederatedLoop(
-            rule, Uneven(), seed=1, update_transforms=[TopK(0.5)], clients_per_round=3
-        )
-        keep = RoundCheckpoint(str(tmp_path))
-        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-        fit(
-            user, loop, samples(), rounds=rounds, callbacks=[keep], enable_checkpointing=True,
-            **options,
-        )  # fmt: skip
-        return vector(made), rule.control, loop.rows
-
-    whole = run(5)
-    (tmp_path / "last.ckpt").unlink()
-    run(2)
-    again = run(5, ckpt_path=str(tmp_path / "last.ckpt"))
-    assert torch.equal(whole[0], again[0])
-    assert torch.equal(whole[1], again[1])
-    assert whole[2] == again[2]
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped")

@@ -1,7 +1,6 @@
 import copy
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import count
 
 import lightning as L
@@ -22,7 +21,6 @@ from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAdam, FedAvg, FedAvgM
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.federation.plan import Planner
 from lightning_fl.functional import RandomStream, generator
 from lightning_fl.objectives import Proximal, RepresentationMatching
 from lightning_fl.partition import IID, QuantitySkew
@@ -202,26 +200,6 @@ def test_batches_and_dropout_of_a_client_do_not_depend_on_the_others(fit, foreig
         assert torch.equal(everyone[key][1], batch)
 
 
-def test_the_order_of_clients_changes_rounding_only(fit, foreign, data, monkeypatch):
-    modules = [foreign(batchnorm=False), foreign(batchnorm=False)]
-    fit(modules[0], FederatedLoop(buffers="average", seed=5, policy=PerClient()))
-    draw = Planner.draw
-
-    def reversed_draw(self, *args):
-        plan = draw(self, *args)
-        return replace(
-            plan,
-            clients=plan.clients.flip(0),
-            num_steps=plan.num_steps.flip(0),
-            lr=plan.lr.flip(0),
-        )
-
-    monkeypatch.setattr(Planner, "draw", reversed_draw)
-    fit(modules[1], FederatedLoop(buffers="average", seed=5, policy=PerClient()))
-    for a, b in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
-
-
 class Noisy(Dataset):
     """Samples with a random transform, one at a time."""
 
@@ -329,25 +307,6 @@ def test_a_scheduler_of_steps_starts_every_client_where_the_round_starts(fit, st
         for i in range(n)
     ]
     assert module.rates == pytest.approx(expected)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_a_scheduler_of_steps_resumes_bit_equal(fit, stepwise, tmp_path):
-    def loop():
-        return FederatedLoop(policy=PerClient(), buffers="average")
-
-    whole, resumed = stepwise(), stepwise()
-    expected = fit(whole, loop(), rounds=4)
-    often = ModelCheckpoint(
-        str(tmp_path / "c"), "last", every_n_train_steps=1, enable_version_counter=False
-    )
-    keep = {"callbacks": [often, StopAt(10, ZeroDivisionError())], "enable_checkpointing": True}
-    with pytest.raises(ZeroDivisionError):
-        fit(stepwise(), loop(), rounds=4, **keep)
-    path = str(tmp_path / "c" / "last.ckpt")
-    again = fit(resumed, loop(), rounds=4, ckpt_path=path, **{**keep, "callbacks": [often]})
-    assert again.rows == expected.rows
-    assert same(whole.state_dict(), resumed.state_dict())
 
 
 @pytest.mark.parametrize("options", [{"frequency": 2}, {"epochs": True}])
@@ -774,110 +733,6 @@ def test_skipping_the_rest_of_an_epoch_is_an_error(fit, foreign):
 
 
 # --- resume ---------------------------------------------------------------------------------------
-
-SETTINGS = {
-    "reset": {"buffers": "average"},
-    "keep": {"buffers": "average", "optimizer_state": "keep"},
-    "local": {"buffers": "local", "optimizer_state": "keep", "client_fraction": 0.5},
-    "work": {"buffers": "average", "policy": PerClient(), "clients_per_round": 3},
-}
-
-
-@pytest.fixture(scope="module")
-def uninterrupted():
-    """The runs that others are compared with: each is made once."""
-    return {}
-
-
-@pytest.fixture
-def whole_and_resumed(fit, foreign, data, tmp_path, uninterrupted):
-    """An uninterrupted run beside one that died at a step and went on."""
-
-    def run(setting, step, checkpoint, foreign=foreign, rounds=4, **options):
-        key = setting, foreign, rounds, str(options)
-        if key not in uninterrupted:
-            whole = foreign()
-            loop = fit(whole, FederatedLoop(**SETTINGS[setting]), rounds=rounds, **options)
-            uninterrupted[key] = loop.rows, loop.store.rows.keys(), whole.state_dict()
-        rows, clients, state = uninterrupted[key]
-        resumed = foreign()
-        keep = {"callbacks": [checkpoint, StopAt(step, ZeroDivisionError())]}
-        with pytest.raises(ZeroDivisionError):
-            fit(
-                resumed,
-                FederatedLoop(**SETTINGS[setting]),
-                rounds=rounds,
-                **keep,
-                enable_checkpointing=True,
-                **options,
-            )
-        path = tmp_path / "c" / "last.ckpt"
-        torch.load(path, weights_only=True)
-        again = foreign(seed=99)
-        loop = fit(
-            again,
-            FederatedLoop(**SETTINGS[setting]),
-            rounds=rounds,
-            ckpt_path=str(path),
-            callbacks=[checkpoint],
-            enable_checkpointing=True,
-            **options,
-        )
-        assert loop.rows == rows
-        assert len(loop.rows) == rounds
-        assert same(state, again.state_dict())
-        assert loop.store.rows.keys() == clients
-
-    return run
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_killed_run_resumes_bit_equal_from_the_last_round(whole_and_resumed, setting, tmp_path):
-    step = 12 if setting == "work" else 20  # in the second round
-    whole_and_resumed(setting, step, RoundCheckpoint(str(tmp_path / "c")), rounds=3)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_it_resumes_bit_equal_from_the_middle_of_a_round(whole_and_resumed, setting, tmp_path):
-    """At one step; ``test_boundary.py`` saves at every hook."""
-    often = ModelCheckpoint(
-        str(tmp_path / "c"), "last", every_n_train_steps=1, enable_version_counter=False
-    )
-    whole_and_resumed(setting, 16, often, rounds=3)
-
-
-def test_it_resumes_bit_equal_when_not_every_round_is_validated(whole_and_resumed, tmp_path):
-    whole_and_resumed("reset", 40, RoundCheckpoint(str(tmp_path / "c")), check_val_every_n_epoch=2)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-@pytest.mark.parametrize("often", [False, True])
-def test_reduce_on_plateau_resumes_bit_equal(whole_and_resumed, foreign, tmp_path, often):
-    """Lightning steps it after checkpoints are written."""
-
-    def plateau(seed=0):
-        module = foreign(seed)
-
-        def configure():
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            halve = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                optimizer, mode="max", patience=0, factor=0.5
-            )
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": halve, "monitor": "val_loss"},
-            }
-
-        module.configure_optimizers = configure
-        return module
-
-    checkpoint = RoundCheckpoint(str(tmp_path / "c"))
-    if often:
-        checkpoint = ModelCheckpoint(
-            str(tmp_path / "c"), "last", every_n_train_steps=1, enable_version_counter=False
-        )
-    whole_and_resumed("reset", 53, checkpoint, plateau)
 
 
 class Momentum(FedAvg):
@@ -1470,16 +1325,6 @@ def test_a_resumed_run_takes_the_policys_rate_whatever_the_optimizers(fit, linea
     path = str(tmp_path / "c" / "last.ckpt")
     fit(again, FederatedLoop(**policy), data, rounds=2, ckpt_path=path, **keep)
     torch.testing.assert_close(whole.net.weight, again.net.weight, atol=1e-14, rtol=0)
-
-
-def test_a_run_in_double_precision_resumes_bit_equal(fit, foreign, data, tmp_path):
-    keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
-    whole, again = foreign().float(), foreign(seed=9).float()
-    fit(whole, rounds=3, precision="64-true")
-    fit(foreign().float(), rounds=1, precision="64-true", **keep)
-    path = str(tmp_path / "c" / "last.ckpt")
-    fit(again, rounds=3, precision="64-true", ckpt_path=path, **keep)
-    assert same(whole.state_dict(), again.state_dict())
 
 
 def test_validating_later_leaves_other_weights_alone(linear, data, trainer):

@@ -227,19 +227,6 @@ def test_a_run_resumes_with_the_same_patterns_only(run, tmp_path, changed):
         run(changed, rounds=3, ckpt_path=path)
 
 
-@wraps
-def test_a_resumed_run_is_the_same(run, flat, tmp_path, wrap):
-    whole, expected, _ = run(HEAD, wrap, rounds=3, clients_per_round=4)
-    _, loop, _ = run(HEAD, wrap, clients_per_round=4)
-    loop.fit.trainer.save_checkpoint(tmp_path / "a.ckpt")
-    resumed, found, _ = run(
-        HEAD, wrap, rounds=3, clients_per_round=4, ckpt_path=str(tmp_path / "a.ckpt")
-    )
-    assert torch.equal(flat(whole), flat(resumed))
-    for client, rows in expected.store.rows.items():
-        assert all(torch.equal(row, found.store.get(client)[name]) for name, row in rows.items())
-
-
 class Diverging(Net):
     """The local scale of a client whose samples have a large mean becomes infinite."""
 

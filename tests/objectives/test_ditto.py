@@ -24,7 +24,6 @@ from lightning_fl.callbacks import (
     ClientFaults,
     FederatedLoop,
     PersonalizedEvaluation,
-    RoundCheckpoint,
 )
 from lightning_fl.objectives import APFL, Ditto
 from lightning_fl.optimizers import PFedMe
@@ -119,24 +118,6 @@ def test_absent_and_dropped_clients_keep_their_model(run):
             assert (same and before[client].keys() == after[client].keys()) == (
                 client not in clients or client in lost
             )
-
-
-def test_a_resumed_run_is_the_same(run, tmp_path):
-    def go(rounds, folder, **options):
-        torch.manual_seed(rounds)
-        user = module(Ditto(0.5), optimizer=sgd(momentum=0.5))
-        options |= {"enable_checkpointing": True}
-        callbacks = [RoundCheckpoint(tmp_path / folder)]
-        return user, run(user, rounds=rounds, callbacks=callbacks, trainer=options)[0]
-
-    whole, one = go(4, "whole")
-    go(2, "half")
-    again, other = go(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name])
-    for client in range(4):
-        rows = other.store.get(client)
-        assert all(torch.equal(row, rows[name]) for name, row in one.store.get(client).items())
 
 
 def test_refusals(run, fit, data):

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import Gossip
-from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.mixture import (
@@ -206,33 +206,6 @@ def test_a_component_of_weight_zero_stays_there_unless_there_is_a_floor(federati
         else:
             assert [float(share[1]) for share in shares] == [0] * len(shares)
         assert torch.equal(module.net[1].weight, before) == (floor == 0)
-
-
-@pytest.mark.parametrize("floor", [0.0, 0.4])
-@pytest.mark.parametrize("group_size", [1, 3])
-def test_vectorized_training_changes_nothing(federation, flat, group_size, floor):
-    plain, one, _ = federation(3, floor=floor)
-    found, other, _ = federation(3, group_size, floor=floor)
-    torch.testing.assert_close(flat(found), flat(plain), atol=1e-12, rtol=0)
-    for client in range(4):
-        a, b = one.store.get(client), other.store.get(client)
-        assert a.keys() == b.keys()
-        for name in a:
-            torch.testing.assert_close(a[name], b[name], atol=1e-11, rtol=0)
-
-
-@pytest.mark.parametrize("group_size", [None, 2])
-def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, group_size):
-    def run(rounds, folder, **options):
-        options |= {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
-        module, loop, _ = federation(rounds, group_size, **options)
-        return flat(module), loop.rows
-
-    whole, rows = run(4, "whole")
-    run(2, "half")
-    again, resumed = run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
-    assert torch.equal(again, whole)
-    assert resumed == rows
 
 
 @pytest.fixture

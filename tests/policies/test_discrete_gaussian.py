@@ -237,26 +237,6 @@ def test_the_printed_sign_finds_the_worst():
     assert max(bandit(seed, sign=-1.0) for seed in range(4)) < -0.3
 
 
-def test_a_resumed_policy_goes_on_as_if_nothing_had_been():
-    def made():
-        return DiscreteGaussianReinforce(
-            GRID, policy_lr=0.2, window=3, learn_precision=True, optimizer="adam", seed=None
-        )
-
-    def run(policy, rounds):
-        for t in rounds:
-            drawn = policy.sample(t, torch.tensor([0]))
-            policy.update(feedback(t, 1.0, 1 - float(drawn["lr"][0])))
-
-    whole, first, second = made(), made(), made()
-    run(whole, range(9))
-    run(first, range(4))
-    second.load_state_dict(first.state_dict())
-    run(second, range(4, 9))
-    for (name, a), b in zip(whole.named_buffers(), second.buffers(), strict=True):
-        assert torch.equal(a, b), name
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [

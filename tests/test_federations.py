@@ -1,0 +1,131 @@
+"""Every federation of the table passes the check that users run on theirs."""
+
+import inspect
+from functools import partial
+
+import pytest
+
+from federations import CLIENTS, LONG, NOT_VECTORIZED, ROWS, write_data
+from lightning_fl import (
+    aggregators,
+    callbacks,
+    check,
+    datamodules,
+    models,
+    objectives,
+    policies,
+    samplers,
+    transforms,
+)
+from lightning_fl.testing import check_federation
+
+#: One row of each kind of message between processes; the others of this column are slow.
+ON_PROCESSES = (
+    "FedAvg, Proximal, uneven steps",
+    "FedOpt, WeightDivergence, WeightedSampler",
+    "FedYogi, APFL",
+    "FedDyn, TopK",
+    "FedControl, PersonalizedPolicyGradient",
+    "ClusteredFL, RunReport",
+    "Gossip, a foreign module",
+    "CoordinateMedian, Backdoor",
+    "DPFedAvg, PoissonSampler",
+    "FlexLoRA",
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+@pytest.fixture
+def few_processes(monkeypatch):
+    """Fork only for the columns that need a new process: a fork takes longer than a small fit.
+
+    What imports a fit leaves in this process, later forks need not repeat.
+    """
+    forked = check._trained
+
+    def trained(settings, *fits):
+        if fits[0].is_resumed or fits[0].processes > 1:
+            return forked(settings, *fits)
+        return [check._attempt(settings, fit) for fit in fits]
+
+    monkeypatch.setattr(check, "_trained", trained)
+
+
+def passes():
+    for name in ROWS:
+        columns = ["order", "resume", "vectorized"]
+        if name in ON_PROCESSES:
+            yield pytest.param(name, [*columns, "processes"], id=name)
+        else:
+            yield pytest.param(name, columns, id=name)
+            yield pytest.param(
+                name, ["processes"], id=f"{name}, on two processes", marks=pytest.mark.slow
+            )
+
+
+@pytest.mark.parametrize(("name", "columns"), list(passes()))
+def test_federation_passes(root, few_processes, name, columns):
+    results = check_federation(
+        partial(ROWS[name], root), rounds=3 if name in LONG else 2, clients=CLIENTS, columns=columns
+    )
+    for result in results:
+        if result.column == "vectorized" and (reason := NOT_VECTORIZED.get(name)):
+            assert result.outcome == "refused", result
+            assert reason in result.detail
+        else:
+            assert result.outcome == "equal", result
+
+
+# --- every public class has a row -----------------------------------------------------------------
+
+#: Parts of rows that no row is about, and what is tested elsewhere.
+NOT_IN_THE_TABLE = {
+    *("LocalNetwork", "ModelView", "ParameterGroup", "Recorder", "Trace"),  # parts of terms
+    "Message",  # what transforms are applied to
+    *("AtomicCheckpointIO", "RoundCheckpoint", "RoundProgress"),  # no part in training
+    *("Augment", "Characters", "Clip", "Draws", "InMemory", "LogMel", "Relabel"),
+    *("ImageDataModule", "Resized", "Words"),
+    "Newsgroups",  # in memory, as TopicText
+    *("LoRA", "TimmModel"),  # with an extra
+}
+
+
+@pytest.fixture(scope="module")
+def used(root):
+    """The classes of what federations of the table are made of."""
+    found = set()
+    for make in ROWS.values():
+        run = make(root)
+        loop = run.loop
+        modules = (run.module, loop.aggregator, loop.policy)
+        parts = [part for module in modules for part in module.modules()]
+        parts += [
+            loop,
+            loop.options.sampler,
+            run.data,
+            *run.callbacks,
+            *loop.options.update_transforms,
+        ]
+        found |= {type(part) for part in parts}
+    return found
+
+
+@pytest.mark.parametrize(
+    "room",
+    [aggregators, callbacks, datamodules, models, objectives, policies, samplers, transforms],
+    ids=lambda room: room.__name__.rpartition(".")[2],
+)
+def test_every_class_has_a_row(used, room):
+    kinds = (getattr(room, name) for name in room.__all__)
+    public = {kind for kind in kinds if inspect.isclass(kind) and not inspect.isabstract(kind)}
+    assert {kind.__name__ for kind in public - used} <= NOT_IN_THE_TABLE
+
+
+def test_rows_that_are_named_exist():
+    assert {*ON_PROCESSES, *LONG, *NOT_VECTORIZED} <= set(ROWS)
