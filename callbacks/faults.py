@@ -70,8 +70,7 @@ class ClientFaults(OnUpdates, HasDurations):
     - ``blowup``: the entries that are sent are :math:`\pm 10^{30}`.
 
     The loop drops the updates of all faults but ``blowup`` and counts them in the columns
-    ``dropped_out``, ``crashed``, ``late`` and ``non_finite`` of the table of rounds. With
-    ``on_client_error: raise`` it ends the run instead.
+    ``dropped_out``, ``crashed``, ``late`` and ``non_finite`` of the table of rounds.
 
     Faults depend on (run seed, round, client) only. They are written to ``faults.csv`` beside the
     table of rounds, in the format of ``trace``.

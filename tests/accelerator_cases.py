@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pretend
 from adapted import Adapted
+from frozen import frozen_once
 from grids import others_slow
 from layouts import cifar_layout, mnist_layout, speech_commands_layout, spoken_digits_layout
 from lightning_fl import (
@@ -230,7 +231,11 @@ def fit(
     )
     trained = trained if wrap is None else wrap(user)
     watched = nullcontext() if ON_A_GPU or place == pretend.NAME else pretend.unwatched()
-    with warnings.catch_warnings(), watched:  # what a case warns of is tested elsewhere
+    with (
+        warnings.catch_warnings(),
+        watched,
+        frozen_once(),
+    ):  # what a case warns of is tested elsewhere
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", f".* after another, not at once: (?!{ONE_BY_ONE})")
         if ON_A_GPU:  # that warns of waits
@@ -552,8 +557,9 @@ def test_local_tensors_and_phases(same, group_size):
 
     options = {
         "local_parameters": ["type:_BatchNorm"],
-        "phases": [Phase("local", num_steps=1), Phase("shared")],
-        "policy": lambda: Schedule(num_steps=2),
+        "policy": lambda: Schedule(
+            num_steps=2, phases=[Phase("local", num_steps=1), Phase("shared")]
+        ),
         "buffers": "average",
         "clients_per_round": 4,
     }
@@ -588,7 +594,7 @@ def frozen():
 
 
 TRAINING = {
-    "frozen layers that are not exchanged": {"make": frozen, "exchange_frozen": False},
+    "frozen layers that are not exchanged": {"make": frozen},
     "uneven steps and rates": {"policy": Uneven},
     "uneven steps, kept": {"policy": Uneven, "optimizer_state": "keep"},
     "uneven batches, weighted": {"data": partial(samples, batch_size=None)},
@@ -925,7 +931,7 @@ def deep():
 
 
 STEPS = {
-    "frozen layers": {"make": frozen, "exchange_frozen": False},
+    "frozen layers": {"make": frozen},
     "alike": {},
     "a deep network": {"make": deep},
     "uneven": {"policy": Alternating},

@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from adapted import Adapted
+from frozen import frozen_once
 from lightning_fl import ClientModule, ClientParallelStrategy, VectorizedClients
 from lightning_fl.aggregators import (
     AFL,
@@ -316,8 +317,7 @@ class Late(Foreign):
 #: A BatchNorm layer and the last one stay with a client, which trains these and then the others.
 PARTLY_LOCAL = {
     "local_parameters": ["type:_BatchNorm", "net.4.*"],
-    "phases": [Phase("local", num_steps=1), Phase("shared")],
-    "policy": Schedule(num_steps=3),
+    "policy": Schedule(num_steps=3, phases=[Phase("local", num_steps=1), Phase("shared")]),
 }
 #: Name: the module, options of the loop, options of the data.
 CASES = {
@@ -356,7 +356,7 @@ CASES = {
     "vectorized": lambda: (vectorized(client_module()), {"policy": Uneven()}, {}),
     "frozen": lambda: (
         frozen(client_module(terms=[Proximal(0.1)])),
-        {"exchange_frozen": False, "policy": Uneven()},
+        {"policy": Uneven()},
         {},
     ),
     "server optimizer": lambda: (
@@ -624,7 +624,7 @@ SHARED = {
         Foreign(dropout=0.0, optimizer=sgd),
         {
             "local_parameters": ["net.4.*"],
-            "phases": [Phase("local", num_steps=2), Phase("shared")],
+            "policy": Schedule(phases=[Phase("local", num_steps=2), Phase("shared")]),
             "clients_per_round": 3,
         },
         {"batch_size": 6},
@@ -692,7 +692,7 @@ def fit(
     module, loop_options, data_options = (SHARED if strategy == "ddp" else CASES)[case]()
     kind = getattr(torch, dtype)
     of_the_case, plugins = loop_options.pop("callbacks", ()), loop_options.pop("plugins", None)
-    loop = FederatedLoop(seed=1, csv_name=None, **loop_options)
+    loop = FederatedLoop(seed=1, **loop_options)
     watch = Watch()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -708,7 +708,8 @@ def fit(
         num_sanity_val_steps=0,
     )
     federation = data(kind, **data_options)
-    trainer.fit(module.to(kind), datamodule=federation, ckpt_path=ckpt_path)
+    with frozen_once(case == "frozen"):
+        trainer.fit(module.to(kind), datamodule=federation, ckpt_path=ckpt_path)
     # Before a test, for which DDP sends what process 0 has to all.
     user = module.module if isinstance(module, VectorizedClients) else module
     state = {name: t.clone() for name, t in user.state_dict().items()}

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
 from lightning_fl.federation.context import Federation
+from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.types import FederationError, configuration
 
 
@@ -28,11 +29,6 @@ def check_run(name: str, federation: Federation) -> None:
         raise FederationError(
             f"{name} requires min_clients=1, got {federation.min_clients}: a round that keeps the"
             " model would reveal the number of returned clients"
-        )
-    if federation.on_client_error == "raise":
-        raise FederationError(
-            f"{name} is incompatible with on_client_error='raise': an error would reveal that a"
-            " client with an invalid update was sampled. Set on_client_error='skip'"
         )
     policy = federation.policy
     if policy is not None and policy.learns_from - {"val_loss"}:
@@ -89,7 +85,11 @@ def check_monitors(name: str, federation: Federation, of_clients: Collection[str
             for config in trainer.lr_scheduler_configs
             if config.reduce_on_plateau
         ),
-        *((type(p).__name__, getattr(p, "monitor", None)) for p in federation.policy.modules()),
+        *(
+            (type(policy).__name__, policy.monitor)
+            for policy in reversed([*federation.policy.modules()])  # from the inside
+            if isinstance(policy, HyperparameterPolicy) and policy.learns
+        ),
     ]
     for who, monitor in monitored:
         if monitor in unsafe or monitor in of_clients:

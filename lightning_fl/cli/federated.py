@@ -91,8 +91,6 @@ HELP = {
     "weights_only": "Whether checkpoints are read as data. A checkpoint that contains other objects"
     " requires false: set it for files that you trust only, because they can run code.",
     "trainer.default_root_dir": "Folder of the runs. Each fit has a new folder version_N in it.",
-    "federation.csv_name": f"{TABLE}: the table of rounds in the folder of the run; null writes no"
-    " file.",
     "checkpoint.dirpath": "Folder of the checkpoint; null uses the folder of the run.",
 }
 
@@ -272,13 +270,7 @@ class FederatedCLI(LightningCLI):
         """Configure the output folder, the callbacks and the loggers of the Trainer."""
         config = self._get(self.config_init, "trainer")
         loop, checkpoint = (self._get(self.config_init, k) for k in ("federation", "checkpoint"))
-        if loop.csv_name not in (TABLE, None):
-            raise FederationError(
-                f"federation.csv_name must be {TABLE} or null, got {loop.csv_name!r}: report and"
-                " --ckpt_path last look for this name"
-            )
-        if loop.csv_name is not None:
-            loop.csv_name = str(self.run_folder / loop.csv_name)
+        loop.table_name = str(self.run_folder / TABLE)
         if checkpoint.dirpath is None:
             checkpoint.dirpath = str(self.run_folder)
         if config.logger in (None, True):

@@ -270,7 +270,7 @@ REFUSED: dict[type[Callback], str] = {
     ModelPruning: "is not supported, because it shares the pruning masks of one client with the"
     " others: remove it from the Trainer's callbacks and prune the trained module after the fit",
     SpikeDetection: "is not supported, because it compares the losses of different clients: remove"
-    " it from the Trainer's callbacks. Non-finite updates are handled by on_client_error",
+    " it from the Trainer's callbacks. Non-finite updates are dropped",
 }
 
 

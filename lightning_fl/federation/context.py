@@ -36,7 +36,6 @@ class Federation:
         traffic: Bytes that a client sends and receives in a round, for the parameters that are
             trained at the start of the fit; None before the layout is known.
         min_clients: Minimum number of usable updates that change the global model.
-        on_client_error: How unusable updates are handled: ``skip`` or ``raise``.
         buffers: How buffers are combined: ``average``, ``server`` or ``local``.
         optimizer_state: Whether clients keep their optimizer state: ``reset``, ``keep`` or
             ``local``.
@@ -64,7 +63,6 @@ class Federation:
     sampler: Any = None
     traffic: tuple[int, int] | None = None
     min_clients: int = 1
-    on_client_error: str = "skip"
     buffers: str = "average"
     optimizer_state: str = "reset"
     local_parameters: Sequence[str] = ()

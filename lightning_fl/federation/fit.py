@@ -97,7 +97,7 @@ class PreparedFit:
         self.watchers = [c for c in callbacks if callable(getattr(c, "on_client_updates", None))]
         # These callbacks unfreeze parameters during the fit.
         unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
-        self.exchange_frozen = True if unfreezes else options.exchange_frozen
+        self.exchange_frozen = unfreezes
         self.federation = self._describe(user)
         check_policy(options)
         options.sampler.setup(self.federation)
@@ -133,7 +133,6 @@ class PreparedFit:
             policy=options.policy,
             sampler=options.sampler,
             min_clients=int(options.min_clients),
-            on_client_error=options.on_client_error,
             buffers=options.buffer_policy,
             optimizer_state=options.optimizer_state,
             phases=options.phases,

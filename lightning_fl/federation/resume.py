@@ -397,7 +397,7 @@ class Resume:
         if (was := state["exchanged"]) != (now := fit.runner.num_parameters):
             raise FederationError(
                 f"its clients exchange {was} parameter values, here they exchange {now}: restore"
-                " the network, exchange_frozen, and the parameters frozen at the start"
+                " the network, and the parameters frozen at the start"
             )
         _check_lightning(fit.trainer, checkpoint)
         fit.memory.check_stored(fit.runner)

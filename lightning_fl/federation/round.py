@@ -16,7 +16,6 @@ from lightning_fl.federation.checks import check_finite, check_options, warn_of_
 from lightning_fl.federation.dropped import (
     check_causes,
     count_causes,
-    describe_dropped,
     list_clients,
 )
 from lightning_fl.federation.exchange import ClientContext
@@ -338,7 +337,7 @@ class Round:
         num_samples, num_steps = fit.planner.num_samples[clients], self.plan.num_steps[rows]
         update = ClientUpdate(clients, delta, num_samples, num_steps, lr, extras)
         update, dropped = self._received(update)
-        self._drop(dropped)
+        self.results.dropped |= dropped
         usable = torch.tensor([client not in dropped for client in clients.tolist()])
         if not usable.any():
             return
@@ -382,18 +381,6 @@ class Round:
         for part, memory in zip(self.fit.parts, self._part_memory, strict=True):
             extras |= part.end(self._client, memory)
         return extras
-
-    def _drop(self, dropped: dict[int, str]) -> None:
-        """Record dropped clients, or end the run if ``on_client_error`` is ``raise``."""
-        if dropped and self.fit.federation.on_client_error == "raise":
-            raise FederationError(
-                f"round {self.plan.round + 1} has no usable update of"
-                f" {describe_dropped(dropped, self.fit.data.client_names)}."
-                f" {self.fit.warnings.non_finite}If values are non-finite, look for NaN in the"
-                " client's samples, decrease the learning rate or clip gradients; or set"
-                " on_client_error: skip"
-            )
-        self.results.dropped |= dropped
 
     def _note(self, update: ClientUpdate, reports: Tensor, counters: Tensor) -> None:
         """Record results of clients with a used update for the table and the policy."""

@@ -52,9 +52,7 @@ OF_SERVER = (
     "clients_per_round",
     "client_fraction",
     "min_clients",
-    "on_client_error",
     "buffers",
-    "exchange_frozen",
     "local_parameters",
 )
 

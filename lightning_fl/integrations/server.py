@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -28,7 +28,6 @@ from lightning_fl.federation.checks import (
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.dropped import (
     CAUSES,
-    describe_dropped,
     describe_kept_model,
     describe_losses,
 )
@@ -74,10 +73,7 @@ class RemoteServer:
         clients_per_round: Number of clients sampled per round.
         client_fraction: Fraction of clients sampled per round.
         min_clients: Minimum number of usable updates that change the global model.
-        on_client_error: What a client without a usable update does: ``skip`` drops it, ``raise``
-            ends the run.
         buffers: How buffers are combined, as in ``FederatedLoop``. Clients need the same option.
-        exchange_frozen: Whether frozen parameters are exchanged, as in ``FederatedLoop``.
         send_frozen: Whether frozen parameters that are not exchanged are sent to clients in every
             round. Otherwise clients must have them, for example from the same pretrained weights; a
             digest is compared.
@@ -101,9 +97,7 @@ class RemoteServer:
         clients_per_round: int | None = None,
         client_fraction: float | None = None,
         min_clients: int = 1,
-        on_client_error: Literal["skip", "raise"] = "skip",
         buffers: Any = None,
-        exchange_frozen: bool | None = None,
         send_frozen: bool = True,
         local_parameters: Sequence[str] = (),
         seed: int | None = None,
@@ -116,9 +110,7 @@ class RemoteServer:
             clients_per_round=clients_per_round,
             client_fraction=client_fraction,
             min_clients=min_clients,
-            on_client_error=on_client_error,
             buffers=buffers,
-            exchange_frozen=exchange_frozen,
             local_parameters=local_parameters,
         )
         self.module, self.seed = module, run_seed(check_integer("seed", seed, min=0, optional=True))
@@ -190,8 +182,7 @@ class RemoteServer:
             options.buffer_policy,
             trainer.optimizers[0],  # never stepped: the clients have their own
             False,
-            options.exchange_frozen,
-            options.local_parameters,
+            local_patterns=options.local_parameters,
         )
         if options.buffers is None:
             warn_of_running_statistics(self.module, self.runner.shared_buffers.values())
@@ -210,7 +201,6 @@ class RemoteServer:
             policy=self.policy,
             sampler=options.sampler,
             min_clients=options.min_clients,
-            on_client_error=options.on_client_error,
             buffers=options.buffer_policy,
             local_parameters=list(self.runner.private),
         )
@@ -302,9 +292,6 @@ class RemoteServer:
 
         Returns:
             Metrics of the round.
-
-        Raises:
-            FederationError: If a client has no usable update and ``on_client_error`` is ``raise``.
         """
         plan = self._plan
         assert plan is not None, "tasks() begins a round"
@@ -318,11 +305,6 @@ class RemoteServer:
                 continue
             counters = torch.maximum(counters, reply.counters.to(counters.device))
             losses[client], self.last[client] = reply.loss, plan.round
-        if dropped and self.options.on_client_error == "raise":
-            raise FederationError(
-                f"round {self.round + 1} has no usable update of {describe_dropped(dropped)}: see"
-                " their logs, or set on_client_error: skip"
-            )
         if dropped:
             rank_zero_warn(describe_losses(self.round + 1, len(sampled), dropped))
         returned = len(losses)

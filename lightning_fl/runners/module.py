@@ -117,7 +117,7 @@ class VectorizedClients(LightningModule):
         self.runner: VectorizedRunner | None = None
         self._has_warned_of_callbacks = False
         #: See :class:`~lightning_fl.callbacks.FederatedLoop`, which sets it.
-        self.exchange_frozen: bool | None = None
+        self.exchange_frozen = False
         self.local_patterns: Sequence[str] = ()
         self.keeps_optimizer = False
         #: Parameters that all clients share, by name, so that they are not stacked.
@@ -497,7 +497,7 @@ def client_runner(
     buffers: BufferPolicy,
     optimizer: torch.optim.Optimizer,
     keep_optimizer: KeepOptimizer,
-    exchange_frozen: bool | None = None,
+    exchange_frozen: bool = False,
     local_patterns: Sequence[str] = (),
 ) -> ClientRunner:
     """Return the runner of a module: sequential, or vectorized for ``VectorizedClients``.

@@ -234,11 +234,6 @@ def test_stragglers_are_slow_as_often_as_said(simulate):
     assert sum(value > 2 for value in each) / 2000 == pytest.approx(0.25, abs=0.04)
 
 
-def test_a_fault_ends_a_run_that_asks_for_it(simulate):
-    with pytest.raises(FederationError, match=r"no usable update of client 0 \(dropped out"):
-        simulate(ClientFaults(dropout=1.0), on_client_error="raise")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from frozen import frozen_once
 from lightning_fl import ClientModule, VectorizedClients, complete_checkpoint
 from lightning_fl.aggregators import FedAvgM
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
@@ -51,15 +52,16 @@ def run(trainer, data, tmp_path):
             FedAvgM(),
             Schedule(num_steps=2),
             seed=1,
-            csv_name=None,
-            exchange_frozen=False,
             **options,
         )
         saving = [RoundCheckpoint(str(tmp_path / "run"))] if callbacks is None else callbacks
         made = trainer(
             loop, rounds, callbacks=saving, enable_checkpointing=bool(saving), **trainer_options
         )
-        getattr(made, command)(wrap(module), datamodule=data(test=data().val), ckpt_path=ckpt_path)
+        with frozen_once():
+            getattr(made, command)(
+                wrap(module), datamodule=data(test=data().val), ckpt_path=ckpt_path
+            )
         return module, made
 
     return run
