@@ -60,8 +60,7 @@ class PersonalizedEvaluation(Callback):
 
     Any module or optimizer can have a personal model: it has a method
     ``federated_personalize(batches)`` that writes this model into the parameters and returns
-    whether there is one. A module with local tensors can have a method ``federated_adapt(batches)``
-    that sets them for a client that has not trained yet.
+    whether there is one.
 
     Requires ``FederatedDataModule(local_test_size=...)``.
 

@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 __all__ = [
-    "AdaptiveModel",
     "ClientBatches",
     "ClientUpdate",
     "Cohort",
@@ -520,16 +519,4 @@ class PersonalModel(Protocol):
 
         Returns:
             Whether the client has a personal model.
-        """
-
-
-@runtime_checkable
-class AdaptiveModel(Protocol):
-    """Optional protocol of a module whose local tensors have to be adapted to new clients."""
-
-    def federated_adapt(self, batches: Iterable[Any]) -> None:
-        """Set the local tensors of a client that has not trained yet.
-
-        Args:
-            batches: All training samples of the client.
         """

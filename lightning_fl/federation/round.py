@@ -34,6 +34,7 @@ from lightning_fl.functional.randomness import (
 from lightning_fl.hooks import call_hook
 from lightning_fl.runners.optimizer import Options, params_of
 from lightning_fl.runners.sequential import SequentialRunner
+from lightning_fl.runners.step_module import StepModule
 from lightning_fl.types import (
     ClientUpdate,
     FederationError,
@@ -295,8 +296,9 @@ class Round:
         schedule = self.plan.schedule
         step = schedule[batch_idx]
         if step.last:
-            if self.plan.is_empty:
-                call_hook(self.fit.runner.module, "federated_discard_losses")
+            module = self.fit.runner.module
+            if self.plan.is_empty and isinstance(module, StepModule):
+                module._discard_losses()
             call_hook(self.fit.module, "on_client_end")
             self.collect(step)
             if self.plan.is_empty:

@@ -35,6 +35,7 @@ from lightning_fl.runners.step_hooks import (
     warn_of_gradient_hooks,
     why_alone,
 )
+from lightning_fl.runners.step_module import StepModule
 from lightning_fl.runners.vectorized import VectorizedRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
 
@@ -388,8 +389,8 @@ class VectorizedClients(LightningModule):
         hook: Any = getattr(self.module, name, None)
         if not callable(hook):
             return
-        uses_client: Any = getattr(self.module, "federated_uses_client", None)
-        if self.runner is None or (uses_client is not None and not uses_client(name)):
+        user = self.module
+        if self.runner is None or (isinstance(user, StepModule) and not user._uses_client(name)):
             hook()
             return
         runner = self.runner
