@@ -42,7 +42,6 @@ class Federation:
         local_parameters: Names of the parameters and buffers that stay with each client.
         phases: Phases of local training, in which some of the parameters are trained.
         update_transforms: Transforms of the clients' updates.
-        configuration: Further objects and options that determine the run.
 
     Example:
         >>> Federation(num_clients=20, sampling=Cohort(size=5, clients=20)).num_parameters is None
@@ -68,7 +67,6 @@ class Federation:
     local_parameters: Sequence[str] = ()
     phases: Sequence[Phase] = ()
     update_transforms: Sequence[Any] = ()
-    configuration: Sequence[Any] = ()
 
     @property
     def num_parameters(self) -> int | None:

@@ -113,13 +113,8 @@ class PreparedFit:
         self.boundary = RoundBoundary(trainer, key)
 
     def _describe(self, user: LightningModule) -> Federation:
-        options, planner, data = self.options, self.planner, self.data
+        options, planner = self.options, self.planner
         n, size = planner.num_clients, planner.cohort_size
-        loader = [getattr(data, name, None) for name in ("batch_size", "replacement", "drop_last")]
-        rules = [options.aggregator, options.policy, options.sampler]
-        rules += [options.update_transforms, self.watchers]
-        lists = list(options.local_parameters), list(options.phases)
-        choices = (size, options.buffer_policy, options.optimizer_state, *lists)
         return Federation(
             n,
             Cohort(size, n, how_drawn(options.sampler)),
@@ -128,7 +123,7 @@ class PreparedFit:
             num_samples=planner.num_samples,
             module=user,
             trainer=self.trainer,
-            data=data,
+            data=self.data,
             aggregator=options.aggregator,
             policy=options.policy,
             sampler=options.sampler,
@@ -137,7 +132,6 @@ class PreparedFit:
             optimizer_state=options.optimizer_state,
             phases=options.phases,
             update_transforms=options.update_transforms,
-            configuration=(rules, choices, self.checksum, n, loader),
         )
 
     def take_over(
