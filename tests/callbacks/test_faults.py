@@ -243,8 +243,8 @@ def test_stragglers_are_slow_as_often_as_said(simulate):
         ("round,client,fault\n1,2,sleep\n", "one of dropout, crash, nan, late, blowup"),
         ("round,client,fault\n1,-2,nan\n", "line 2"),
         ("round,client,fault\n1,2,nan\n1.5,2,nan\n", "line 3"),
-        ("round,client,fault\n0,2,nan\n", "rounds are counted from 1"),
-        ("round,client,fault\n1,2,nan\n1,2,crash\n", "line 3 .* duplicate"),
+        ("round,client,fault\n0,2,nan\n", "line 2 .* a round .from 1."),
+        ("round,client,fault\n1,2,nan\n1,2,crash\n", "line 3 .* another fault of client 2"),
         ('round,client,fault\n"1,2,nan\n', "cannot be read"),
     ],
 )
