@@ -465,7 +465,6 @@ def test_help_explains_the_files_of_this_command_line(cli, command):
     out = " ".join(cli(command, "--help").split())
     assert "Each fit has a new folder version_N in it." in out
     assert "null uses the folder of the run." in out
-    assert "table of rounds in the folder of the run" in out
     assert "last: the checkpoint of the newest run." in out
     assert "files that you trust only" in out
     assert "registry:" not in out  # Lightning's help
