@@ -95,7 +95,7 @@ def warned(make: Callable[[], Run]) -> str:
     torch.manual_seed(0)
     run = make()
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    run.loop.csv_name = None
+    run.loop.table_name = None
     trainer = Trainer(
         max_epochs=2,
         limit_val_batches=0,

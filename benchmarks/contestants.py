@@ -361,7 +361,6 @@ def library(
     processes: int = 1,
     matching: bool = False,
     plain: bool = False,
-    lean_steps: bool = True,
     **vectorized: Any,
 ) -> Run:
     """Train with the library.
@@ -372,7 +371,6 @@ def library(
         processes: How many share the clients.
         matching: Whether the loss has a term of representation matching.
         plain: Whether the module is an ordinary LightningModule.
-        lean_steps: Option of ``FederatedLoop``.
         vectorized: Options of ``VectorizedClients``; without, clients train one after another.
     """
     net = copy.deepcopy(problem.net)
@@ -385,7 +383,6 @@ def library(
             clients_per_round=problem.clients,
             policy=Schedule(num_steps=problem.steps),
             seed=SEED,
-            lean_steps=lean_steps,
         )
         trainer(
             LONG,

@@ -124,9 +124,8 @@ def run(
         root=root, partition=partition, num_clients=100, val_size=5000, eval_batch_size=1000
     )
     policy = Schedule(num_steps=20)
-    loop = FederatedLoop(
-        rule(), policy, clients_per_round=10, exchange_frozen=False, seed=seed, csv_name=None
-    )
+    loop = FederatedLoop(rule(), policy, clients_per_round=10, seed=seed)
+    loop.table_name = None
     fit, start = trainer(loop, rounds), perf_counter()
     fit.fit(VectorizedClients(module, 10, compile=False), datamodule=data)
     seconds = perf_counter() - start
@@ -164,7 +163,8 @@ def cost(rank: int, at_once: int, is_federated: int, width: int) -> None:
     start = perf_counter()
     if is_federated:
         module = ClientModule(net, optimizer=make)
-        loop = FederatedLoop(policy=Schedule(num_steps=2), seed=0, csv_name=None)
+        loop = FederatedLoop(policy=Schedule(num_steps=2), seed=0)
+        loop.table_name = None
         wrapped = VectorizedClients(module, at_once, compile=False) if at_once > 1 else module
         trainer(loop, 3).fit(wrapped, datamodule=data)
         found["bytes_up"] = loop.rows[-1]["bytes_up"] / 8

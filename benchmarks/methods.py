@@ -77,10 +77,12 @@ HEAD = {"mnist": "net.9.*", "cifar10": "net.11.*"}
 BODY = {"mnist": "net.[0-8].*", "cifar10": "net.[0-9].*"}
 
 
-def local(*patterns: str, **federation: Any) -> tuple[str, ...]:
+def local(*patterns: str, phases: Any = ()) -> tuple[str, ...]:
     """Return the options of parameters that stay with their clients."""
-    every = {"local_parameters": patterns, **federation}
-    return tuple(f"--federation.{name}={json.dumps(value)}" for name, value in every.items())
+    every = {"local_parameters": patterns, "policy.init_args.phases": phases}
+    return tuple(
+        f"--federation.{name}={json.dumps(value)}" for name, value in every.items() if value
+    )
 
 
 #: The heads learn in half of the steps, the rest in the other half.

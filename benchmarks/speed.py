@@ -111,7 +111,6 @@ CONTESTANTS: dict[str, Contestant] = {
     "bare loop, 2 threads": Contestant(2, bare),
     "Trainer.fit per client": Contestant(2, fit_per_client),
     "library, plain module": _library(plain=True),
-    "library, plain module, full steps": _library(plain=True, lean_steps=False),
     "library, sequential": _library(),
     "vectorized, groups of 1": _library(group_size=1),
     "vectorized, groups of 10": _library(group_size=10, compile=False),
@@ -136,7 +135,6 @@ CONTESTANTS: dict[str, Contestant] = {
 #: One for each lever.
 LEVERS = (
     "library, plain module",
-    "library, plain module, full steps",
     "vectorized, groups of 1",
     "vectorized, groups of 10",
     "vectorized, groups of 10, compiled",

@@ -7,9 +7,8 @@ from lightning_fl.callbacks.checkpoint import (
 )
 from lightning_fl.callbacks.faults import ClientFaults, OnUpdates
 from lightning_fl.callbacks.federated_loop import FederatedLoop
-from lightning_fl.callbacks.layer_summary import LayerSummary
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
-from lightning_fl.callbacks.progress import RoundProgress
+from lightning_fl.callbacks.progress import LayerSummary, RoundProgress
 from lightning_fl.callbacks.report import RunReport
 
 __all__ = [

@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -17,7 +16,7 @@ from lightning_fl.callbacks.faults import OnUpdates
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed, seeded_rng
 from lightning_fl.options import check_choice, check_integer, check_number
-from lightning_fl.types import FederationError, RoundPlan
+from lightning_fl.types import FederationError, RoundPlan, first_line
 
 #: Maps inputs ``[n, ...]`` and labels ``[n]`` to modified ones of the same shapes.
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -194,9 +193,6 @@ class DataAttack(Attack):
     Samples are tuples; the first entry is the input, the last one the class label.
     """
 
-    #: Allowed types of inputs.
-    _inputs: tuple[type, ...] = (Tensor, np.ndarray)
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Change the samples of the attackers before they are read."""
         super().setup(trainer, pl_module, stage)
@@ -212,9 +208,9 @@ class DataAttack(Attack):
             raise FederationError(
                 f"{type(self).__name__} requires one integer class label per sample"
             )
-        self._check_sample(data.train)
         self._data, self._classes = data, int(labels.max()) + 1
         self.prepare(data)
+        self._try_change(data.train)
         self._seed = seed = run_seed(self._loop.seed)
         who = sorted(self.attackers(seed, len(data.parts)))
         index = [self.chosen(data.parts[c], generator(seed, RandomStream.BACKDOOR, c)) for c in who]
@@ -222,21 +218,17 @@ class DataAttack(Attack):
         self._loop.undo.callback(data.restore_samples)
         data.replace_samples(changed(data.train, every, self.change))
 
-    def _check_sample(self, data: Any) -> None:
-        """Check that samples are tuples of an input and a label."""
-        with seeded_rng(0):  # transforms may draw random numbers
-            sample = data[0]
-        if not isinstance(sample, tuple | list) or len(sample) < 2:
+    def _try_change(self, data: Any) -> None:
+        """Change the first sample, so that other samples than tuples end the fit at its start."""
+        try:
+            with seeded_rng(0):  # transforms may draw random numbers
+                _ = Changed(data, torch.tensor([0]), self.change)[0]
+        except Exception as error:
             raise FederationError(
-                f"{type(self).__name__} changes samples of the form (input, ..., label), but the"
-                f" data set returns a {type(sample).__name__}: return a tuple from its __getitem__"
-            )
-        if not isinstance(sample[0], self._inputs):
-            raise FederationError(
-                f"{type(self).__name__} changes inputs of type"
-                f" {' or '.join(kind.__name__ for kind in self._inputs)}, but those of the data set"
-                f" are of type {type(sample[0]).__name__}: convert them in its transform"
-            )
+                f"{type(self).__name__} cannot change a sample of the data set"
+                f" ({first_line(error)}): return a tuple (input, ..., label) of tensors from its"
+                " __getitem__"
+            ) from error
 
     def prepare(self, data: ReplaceableData) -> None:  # most attacks fit all data
         """Check that the attack supports the data, before samples are changed."""
@@ -331,8 +323,6 @@ class Backdoor(DataAttack):
         (tensor([[[0., 0.],
                  [0., 9.]]]), tensor([0]))
     """
-
-    _inputs = (Tensor,)
 
     def __init__(
         self,

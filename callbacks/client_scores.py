@@ -18,7 +18,8 @@ from lightning_fl.hooks import call_hook
 from lightning_fl.runners import SequentialRunner, optimizers_in
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.module_copy import copied_module
-from lightning_fl.types import AdaptiveModel, FederationError, PersonalModel, ServerState
+from lightning_fl.runners.step_module import StepModule
+from lightning_fl.types import FederationError, PersonalModel, ServerState
 
 
 class ClientScores:
@@ -104,8 +105,8 @@ class ClientScores:
             self._load(self._server._replace(vector=self._server.vector[None]), {}, plan)
             row["global"] = self._score(client)
         self._load(state, rows, plan)
-        if not rows and isinstance(self._module, AdaptiveModel):
-            self._module.federated_adapt(self._samples(client))
+        if not rows and isinstance(self._module, StepModule):
+            self._module._adapt(self._samples(client))
         row["server"] = self._score(client)
         if self._personalize(client):
             row["kept"] = self._score(client)

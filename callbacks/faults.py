@@ -69,8 +69,7 @@ class ClientFaults(OnUpdates, HasDurations):
     - ``blowup``: the entries that are sent are :math:`\pm 10^{30}`.
 
     The loop drops the updates of all faults but ``blowup`` and counts them in the columns
-    ``dropped_out``, ``crashed``, ``late`` and ``non_finite`` of the table of rounds. With
-    ``on_client_error: raise`` it ends the run instead.
+    ``dropped_out``, ``crashed``, ``late`` and ``non_finite`` of the table of rounds.
 
     Faults depend on (run seed, round, client) only. They are written to ``faults.csv`` beside the
     table of rounds, in the format of ``trace``.
@@ -285,16 +284,17 @@ def read_trace(path: str | Path) -> dict[tuple[int, int], str]:
         raise FederationError(f"the first line of the trace {path} must be 'round,client,fault'")
     trace: dict[tuple[int, int], str] = {}
     for number, line in lines:
-        if len(line) != 3 or line[2] not in FAULTS or not all(map(is_index, line[:2])):
+        is_known = len(line) == 3 and line[2] in FAULTS and all(map(is_index, line[:2]))
+        if not is_known or int(line[0]) < 1:
             raise FederationError(
                 f"line {number} of the trace {path} must contain a round (from 1), a client (from"
                 f" 0) and one of {', '.join(FAULTS)}, got {short_repr(','.join(line))}"
             )
-        key, fault = (int(line[0]), int(line[1])), line[2]
-        if key[0] < 1 or key in trace:
+        key = int(line[0]), int(line[1])
+        if key in trace:
             raise FederationError(
-                f"line {number} of the trace {path}, round {key[0]}, client {key[1]}:"
-                + (" duplicate entry" if key in trace else " rounds are counted from 1")
+                f"line {number} of the trace {path} has another fault of client {key[1]} in round"
+                f" {key[0]}: remove one of them"
             )
-        trace[key] = fault
+        trace[key] = line[2]
     return trace

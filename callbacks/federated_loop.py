@@ -23,11 +23,12 @@ from lightning_fl.federation.fit import Fit, PreparedFit
 from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.round import Round
 from lightning_fl.federation.run_options import RunOptions
+from lightning_fl.federation.table import TABLE
 from lightning_fl.federation.validation import leave_interrupted
 from lightning_fl.functional.randomness import rng_state, run_seed, set_rng_state
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners import BufferPolicy, ClientRunner, Phase, user_module
+from lightning_fl.runners import BufferPolicy, ClientRunner, user_module
 from lightning_fl.runners.samples import check_batch
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.store import ClientStore
@@ -59,8 +60,6 @@ class FederatedLoop(Callback):
             ``clients_per_round`` is set, all clients train in every round.
         min_clients: Minimum number of usable updates per round. With fewer, the global model stays
             unchanged in that round.
-        on_client_error: How to handle a lost or non-finite update: ``skip`` drops and reports it,
-            ``raise`` ends the run. An exception in a client's training step always ends the run.
         optimizer_state: ``reset`` creates a new optimizer state for each client in each round;
             ``keep`` stores the state of each client between rounds (memory and checkpoint size
             then grow with the number of clients). ``local`` keeps the state of the parameters that
@@ -69,21 +68,10 @@ class FederatedLoop(Callback):
             averaged like parameters, integer buffers take the maximum. ``server``: the server
             keeps its buffers. ``local``: each client keeps its buffers and the server takes the
             average. None selects ``average`` and warns if the module has running statistics.
-        exchange_frozen: Whether frozen parameters (``requires_grad=False``) are exchanged like
-            trained ones. Otherwise all clients share them: they exist once per process, and must
-            not change in the fit. None exchanges them unless they are larger than the trained
-            parameters and than 16 MiB. Checkpoints leave out frozen parameters that are not
-            exchanged: the module must have the same ones when it loads a checkpoint.
-        monitor: Name of the validation loss that policies learn from.
-        csv_name: File name of the table of rounds, written to the logger's directory. None writes
-            no file.
         seed: Seed of the run. None uses the seed of ``seed_everything``, else the checkpoint's
             seed, else 0.
         update_transforms: Transforms applied in order to each client update before aggregation,
             such as compression.
-        client_state_memory_gb: Maximum size in GiB of the client state held in memory between
-            rounds. Larger state is stored in a file in the Trainer's ``default_root_dir`` for the
-            duration of the run.
         local_parameters: Patterns of parameters and buffers that stay with each client: they are
             neither sent nor averaged, and each client continues from its own values in its next
             round. A pattern matches names as in ``fnmatch`` (``net.head.*``), or, with the prefix
@@ -91,10 +79,6 @@ class FederatedLoop(Callback):
             bias, statistics and counter of every BatchNorm layer). The global model keeps their
             initial values; :class:`PersonalizedEvaluation` evaluates the clients' models. They add
             to the tensors that the module names in ``federated_local_parameters``.
-        phases: Phases of the local training of each client, in order, which train some of the
-            parameters (:class:`~lightning_fl.runners.Phase`). By default, all are trained together.
-        lean_steps: Whether to leave out Lightning's calls of hooks that nobody overrides, which
-            take as long as the step of a small model. Results do not depend on it.
         check: Whether to check in the first round, on copies of the module, that the training of
             the first client does not change the first step of the second (a warning then names
             ``lightning-fl check``), and that vectorized steps equal the module's own.
@@ -119,18 +103,11 @@ class FederatedLoop(Callback):
         clients_per_round: int | None = None,
         client_fraction: float | None = None,
         min_clients: int = 1,
-        on_client_error: Literal["skip", "raise"] = "skip",
         optimizer_state: Literal["reset", "keep", "local"] = "reset",
         buffers: BufferPolicy | None = None,
-        exchange_frozen: bool | None = None,
-        monitor: str = "val_loss",
-        csv_name: str | None = "rounds.csv",
         seed: int | None = None,
         update_transforms: Sequence[UpdateTransform] = (),
-        client_state_memory_gb: float = 1.0,
         local_parameters: Sequence[str] = (),
-        phases: Sequence[Phase] = (),
-        lean_steps: bool = True,
         check: bool = True,
     ) -> None:
         self.options = RunOptions.of(
@@ -140,22 +117,17 @@ class FederatedLoop(Callback):
             clients_per_round=clients_per_round,
             client_fraction=client_fraction,
             min_clients=min_clients,
-            on_client_error=on_client_error,
             optimizer_state=optimizer_state,
             buffers=buffers,
-            exchange_frozen=exchange_frozen,
-            monitor=monitor,
             update_transforms=list(update_transforms),
-            client_state_memory_gb=client_state_memory_gb,
             local_parameters=local_parameters,
-            phases=phases,
         )
-        self.csv_name = csv_name
-        self.lean_steps = check_flag("lean_steps", lean_steps)
+        #: Path of the table of rounds, relative to the logger's directory; None writes no file.
+        self.table_name: str | None = TABLE
         self.check = check_flag("check", check)
         self.seed = check_integer("seed", seed, min=0, optional=True)
         self.progress = Progress()
-        self.store = ClientStore(most=client_state_memory_gb * 2**30)
+        self.store = ClientStore()
         #: Whether a callback evaluates the model of each client; set in its ``setup``.
         self.evaluates_clients = False
         #: Plan of the last finished round, for other callbacks; None if the round was interrupted.
@@ -229,8 +201,7 @@ class FederatedLoop(Callback):
         log_hyperparameters(self.fit)
         self._log = RoundLog(trainer, self.undo)
         follow_steps(self.fit, lambda: self._current, self.undo)
-        if self.lean_steps:
-            lean_steps(trainer, pl_module, lambda: self._current, self.undo)
+        lean_steps(trainer, pl_module, lambda: self._current, self.undo)
 
     # --- a round ----------------------------------------------------------------------------------
 
@@ -462,9 +433,9 @@ class FederatedLoop(Callback):
 
     def table_path(self, trainer: Trainer) -> Path | None:
         """Return the path of the table of rounds, or None if it is not written."""
-        if self.csv_name is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self.table_name is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
-        return Path(trainer.log_dir or trainer.default_root_dir, self.csv_name)
+        return Path(trainer.log_dir or trainer.default_root_dir, self.table_name)
 
     def _write_table(self, trainer: Trainer) -> None:
         self.progress.table.complete(trainer.callback_metrics, close=True)

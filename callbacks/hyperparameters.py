@@ -62,7 +62,6 @@ def describe_run(fit: Fit) -> dict[str, Any]:
         "min_clients": fit.federation.min_clients,
         "optimizer_state": options.optimizer_state,
         "buffers": options.buffer_policy,
-        "exchange_frozen": options.exchange_frozen,
     }
     taken = {*user.hparams, *data.hparams}
     return {f"federation/{k}" if k in taken else k: value for k, value in values.items()}

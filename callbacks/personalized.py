@@ -13,13 +13,11 @@ from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.callbacks.client_table import KINDS, summary, write_table
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.measures import accuracy, evaluate
-from lightning_fl.files import one_line
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.runners import user_module
 from lightning_fl.runners.module_copy import copied_module
 from lightning_fl.strategies import gathered
-from lightning_fl.types import FederationError
+from lightning_fl.types import FederationError, first_line
 
 
 class PersonalizedEvaluation(Callback):
@@ -59,8 +57,7 @@ class PersonalizedEvaluation(Callback):
 
     Any module or optimizer can have a personal model: it has a method
     ``federated_personalize(batches)`` that writes this model into the parameters and returns
-    whether there is one. A module with local tensors can have a method ``federated_adapt(batches)``
-    that sets them for a client that has not trained yet.
+    whether there is one.
 
     Requires ``FederatedDataModule(local_test_size=...)``.
 
@@ -119,12 +116,6 @@ class PersonalizedEvaluation(Callback):
                 "PersonalizedEvaluation requires test samples for each client: set local_test_size"
                 " of the data module (data.init_args.local_test_size=0.2)"
             )
-        module = user_module(pl_module)
-        if self.metric is accuracy and type(module).forward is LightningModule.forward:
-            raise FederationError(
-                f"PersonalizedEvaluation calls the module on a batch, and {type(module).__name__}"
-                " has no forward: add one that returns one score per class, or give a metric"
-            )
         if isinstance(self._loop.aggregator, NeuronMatching):
             raise FederationError(
                 "PersonalizedEvaluation does not support"
@@ -149,28 +140,22 @@ class PersonalizedEvaluation(Callback):
         """Score the first test batch of a client, so that a fit does not fail at its end."""
         runner, data = self._loop.runner, trainer.datamodule  # type: ignore[attr-defined]
         module = copied_module(runner.module, runner.constants.parameters.values())
-        own = self.metric is accuracy
-        remedy = "give a metric" if own else "check the metric"
         with seeded_rng(0, module.device):
             batch = next(data.samples_of(0, test=True), None)
         if batch is None:
             return
+        cause: Exception | None = None
         try:
             scores: Any = evaluate(trainer, module, [batch], self.metric, seed=0)[0]
+            problem = "" if scores.ndim else "got a single number"
         except Exception as error:
-            what = "the accuracy" if own else "the metric"
+            cause, problem = error, first_line(error)
+        if problem:
             raise FederationError(
-                f"PersonalizedEvaluation cannot compute {what} of {type(module).__name__} on a"
-                f" batch of test samples ({type(error).__name__}: {one_line(error)}): {remedy}, a"
-                " function of module and batch that returns one score per sample"
-            ) from error
-        shape = tuple(scores.shape) if isinstance(scores, Tensor) else None
-        if not shape:
-            got = "a single number" if shape == () else f"a {type(scores).__name__}"
-            raise FederationError(
-                f"PersonalizedEvaluation needs one score per sample, got {got} for a batch"
-                f" of test samples: {remedy} that returns a tensor of the shape [samples]"
-            )
+                f"PersonalizedEvaluation needs one score per sample of {type(module).__name__}, and"
+                f" {self.metric_name} fails ({problem}): give a metric, a function of module and"
+                " batch that returns a tensor [samples]"
+            ) from cause
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, log and write the table if an evaluation is due."""

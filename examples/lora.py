@@ -36,7 +36,7 @@ def digits(first):
 def adapt(net, lr):
     train, test = random_split(digits(first=5), [0.7, 0.3], torch.Generator().manual_seed(1))
     data = FederatedDataModule(train, test=test, val_size=0, num_clients=10, batch_size=16)
-    loop = FederatedLoop(policy=Schedule(lr=lr, num_steps=5), exchange_frozen=False)
+    loop = FederatedLoop(policy=Schedule(lr=lr, num_steps=5))
     module = VectorizedClients(ClientModule(net, optimizer=adam), compile=False)
     trainer = L.Trainer(max_epochs=60, accelerator="cpu", callbacks=[loop])
     trainer.fit(module, datamodule=data)

@@ -354,7 +354,7 @@ def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
     if fit.plain:
         callbacks = [each for each in callbacks if not _is_of_the_library(each)]
         loop = FederatedLoop(buffers="average", optimizer_state="keep")
-    loop.csv_name = None
+    loop.table_name = None
     options |= {"max_epochs": settings.rounds, "num_sanity_val_steps": 0, "logger": DummyLogger()}
     options |= {"enable_progress_bar": False, "enable_model_summary": False}
     options |= {"enable_checkpointing": False, "default_root_dir": str(settings.folder)}

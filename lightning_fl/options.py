@@ -138,13 +138,12 @@ def check_choice(name: str, value: _T, *allowed: str) -> _T:
     return value
 
 
-def check_flag(name: str, value: _T, *, optional: bool = False) -> _T:
+def check_flag(name: str, value: _T) -> _T:
     """Return a Python or numpy boolean as a Python boolean; raise for other values.
 
     Args:
         name: Name of the option for the error message.
         value: Its value. Strings such as ``"false"`` and numbers are refused.
-        optional: Whether None is allowed.
 
     Raises:
         FederationError: If the value is not a boolean.
@@ -154,9 +153,6 @@ def check_flag(name: str, value: _T, *, optional: bool = False) -> _T:
         Traceback (most recent call last):
         lightning_fl.types.FederationError: centered must be true or false, got 'false'
     """
-    if value is None and optional:
-        return value
     if not isinstance(value, bool | np.bool_):
-        none = ", or None" * optional
-        raise FederationError(f"{name} must be true or false{none}, got {value!r:.200}")
+        raise FederationError(f"{name} must be true or false, got {value!r:.200}")
     return cast("_T", bool(value))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__ = [
-    "AdaptiveModel",
     "ClientBatches",
     "ClientUpdate",
     "Cohort",
@@ -450,50 +447,6 @@ def plain_options(rule: object) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if isinstance(value, plain)}
 
 
-def configuration(value: Any, depth: int = 8) -> str:
-    """Return a string that identifies the configuration of a value across processes.
-
-    Tensors and plain values are represented by value, functions by name. Objects are represented by
-    their class and the constructor arguments that they store as attributes; modules also by their
-    layers and hyperparameters. Memory addresses are omitted.
-
-    Args:
-        value: Any value.
-        depth: Maximum depth of nested objects.
-
-    Example:
-        >>> from lightning_fl.partition import Dirichlet
-        >>> configuration([Dirichlet(0.5), {"b": 1, "a": 2.0}])
-        "[lightning_fl.partition.rules.Dirichlet{'alpha': 0.5, 'min_size': 1}, {'a': 2.0, 'b': 1}]"
-    """
-
-    def of(part: Any) -> str:
-        return configuration(part, depth - 1) if depth else "..."
-
-    if isinstance(value, str | bytes | int | float | complex | torch.dtype | type(None)):
-        return repr(value)
-    if isinstance(value, Tensor):
-        return f"{value.dtype}{value.tolist()}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(sorted(f"{of(k)}: {of(v)}" for k, v in value.items())) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(of, value))}]"
-    if isinstance(value, set | frozenset):
-        return f"[{', '.join(sorted(map(of, value)))}]"
-    if isinstance(value, partial):
-        return f"{of(value.func)}{of([value.args, value.keywords])}"
-    if hasattr(value, "__qualname__"):  # a function, a method, a class
-        return f"{value.__module__}.{value.__qualname__}"
-    attributes: Mapping[str, Any] = getattr(value, "__dict__", {})
-    kept = {name: attributes[name] for name in _arguments(type(value)) if name in attributes}
-    text = f"{of(type(value))}{of(kept)}"
-    if isinstance(value, nn.Module):
-        text += re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-    if isinstance(value, LightningModule):
-        text += of(dict(value.hparams))
-    return text
-
-
 def _arguments(kind: type) -> list[str]:
     """Return the names of a constructor's arguments, including those passed to parent classes."""
     names: dict[str, None] = {}
@@ -520,16 +473,4 @@ class PersonalModel(Protocol):
 
         Returns:
             Whether the client has a personal model.
-        """
-
-
-@runtime_checkable
-class AdaptiveModel(Protocol):
-    """Optional protocol of a module whose local tensors have to be adapted to new clients."""
-
-    def federated_adapt(self, batches: Iterable[Any]) -> None:
-        """Set the local tensors of a client that has not trained yet.
-
-        Args:
-            batches: All training samples of the client.
         """

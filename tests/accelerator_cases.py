@@ -33,6 +33,7 @@ from federations import (
     samples,
     write_data,
 )
+from frozen import frozen_once
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedControl
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress
@@ -116,7 +117,8 @@ def fit(
     if wrap is None and group_size is not None:
         wrap = partial(VectorizedClients, **{"compile": False} | group_size)
     watched = nullcontext() if ON_A_GPU or place == pretend.NAME else pretend.unwatched()
-    with warnings.catch_warnings(), watched:  # what a row warns of is tested elsewhere
+    # What a row warns of is tested elsewhere.
+    with warnings.catch_warnings(), watched, frozen_once():
         warnings.simplefilter("ignore")
         # Batches of the pretended device may lie there before they are stacked.
         warnings.filterwarnings(
@@ -361,7 +363,7 @@ def of(*args, policy=Growing, **options):
 uneven_batches = partial(samples, batch_size=7)
 ADAM = partial(torch.optim.Adam, lr=0.01)
 STEPS = {
-    "frozen layers": of(lambda: frozen(Proximal(0.1)), exchange_frozen=False),
+    "frozen layers": of(lambda: frozen(Proximal(0.1))),
     "alike": of(),
     "a deep network": of(deep),
     "uneven": of(policy=Alternating),

@@ -16,7 +16,7 @@ from two_classes import samples
 ROUNDS = 4
 CPU = {"accelerator": "cpu"}
 #: Options of the loop that the server and its clients both have.
-BOTH = ("buffers", "exchange_frozen", "local_parameters")
+BOTH = ("buffers", "local_parameters")
 
 
 def replies_of(clients, tasks, kept):

@@ -217,7 +217,6 @@ def simulate(fit, data):
             "clients_per_round",
             "client_fraction",
             "min_clients",
-            "on_client_error",
             "sampler",
             "policy",
         )

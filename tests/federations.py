@@ -345,7 +345,8 @@ def row(made=None, data=None, callbacks=(), trainer=None, **options):
     if not isinstance(made, L.LightningModule):
         made = ClientModule(made, optimizer=SGD)
     options = {"policy": Schedule(num_steps=2), "buffers": "average", "seed": 3} | options
-    loop = FederatedLoop(csv_name=None, **options)
+    loop = FederatedLoop(**options)
+    loop.table_name = None
     data = samples() if data is None else data
     return Run(made.float(), data, loop, callbacks, {"accelerator": "cpu"} | (trainer or {}))
 
@@ -527,8 +528,7 @@ ROWS = {
         normalized(),
         samples(drop_last=True),
         local_parameters=["type:_BatchNorm", "net.4.*"],
-        phases=[Phase("local", num_steps=1), Phase("shared")],
-        policy=Schedule(num_steps=3),
+        policy=Schedule(num_steps=3, phases=[Phase("local", num_steps=1), Phase("shared")]),
         optimizer_state="keep",
         clients_per_round=4,
     ),

@@ -195,8 +195,7 @@ CASES = {name: partial(ROWS[name], None) for name in TABLE} | {
         Late,
         drop_last,
         local_parameters=lambda: ["type:_BatchNorm", "net.4.*"],
-        phases=lambda: [Phase("local", num_steps=1), Phase("shared")],
-        policy=lambda: Schedule(num_steps=3),
+        policy=lambda: Schedule(num_steps=3, phases=[Phase("local", num_steps=1), Phase("shared")]),
     ),
     "logs of hooks, processes that join": of(
         Logging, sampler=Growing, policy=Uneven, callbacks=lambda: [Counting()]
@@ -238,8 +237,7 @@ SHARED = {
         lambda: Foreign(dropout=0.0, optimizer=MOMENTUM),
         partial(samples, batch_size=6),
         local_parameters=lambda: ["net.4.*"],
-        phases=lambda: [Phase("local", num_steps=2), Phase("shared")],
-        policy=lambda: Schedule(num_steps=4),
+        policy=lambda: Schedule(num_steps=4, phases=[Phase("local", num_steps=2), Phase("shared")]),
     ),
     "kept": of(
         lambda: Foreign(dropout=0.0, optimizer=MOMENTUM),

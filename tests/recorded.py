@@ -1,5 +1,7 @@
 """Hooks that note their calls."""
 
+from unittest import mock
+
 import lightning as L
 import torch
 
@@ -38,3 +40,8 @@ def recorded(owner, names, calls, who, skip):
     for name in names:
         vars(owner)[name] = noted(name, getattr(owner, name))
     return owner
+
+
+def steps_by_lightning():
+    """Return a context in which Lightning makes the steps of fits, with all calls of hooks."""
+    return mock.patch("lightning_fl.callbacks.federated_loop.lean_steps")

@@ -352,14 +352,6 @@ def test_a_single_callback_needs_no_list(cli, callback):
     assert found["class_path"].endswith(".ClientFaults")
 
 
-def test_the_table_of_rounds_has_the_name_that_other_commands_look_for(cli, tmp_path):
-    out = cli(*FIT, "--federation.csv_name=table.csv", expect=2)
-    assert "federation.csv_name must be rounds.csv or null, got 'table.csv'" in out
-    assert not list(tmp_path.iterdir())
-    cli(*FIT, "--federation.csv_name=null", "--trainer.default_root_dir=null")
-    assert not Path("version_0", "rounds.csv").exists()
-
-
 def test_a_folder_of_checkpoints_that_is_a_file_is_an_error(cli, tmp_path):
     (tmp_path / "x.ckpt").touch()
     out = cli(*FIT, "--checkpoint.dirpath=x.ckpt", expect=2)

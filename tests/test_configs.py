@@ -54,8 +54,9 @@ def options(name, root, folder, rounds=3):
         small += [
             f"--federation.policy.init_args.{o}" for o in ("local_epochs=null", "num_steps=3")
         ]
-    if len(given["federation"].get("phases", [])) > 1:
-        small.append('--federation.phases=[{"train":"local","num_steps":1},{"train":"shared"}]')
+    if len(policy.get("init_args", {}).get("phases", [])) > 1:
+        phases = '[{"train":"local","num_steps":1},{"train":"shared"}]'
+        small.append(f"--federation.policy.init_args.phases={phases}")
     if policy["class_path"] == "StagedPolicy":  # into the second stage
         small += [f"--federation.{rule}.init_args.rounds=[1]" for rule in ("policy", "aggregator")]
     if policy["class_path"] == "Stragglers":

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from federations import CLIENTS, LONG, NOT_VECTORIZED, ROWS, write_data
+from frozen import frozen_once
 from lightning_fl import (
     aggregators,
     callbacks,
@@ -71,9 +72,11 @@ def passes():
 
 @pytest.mark.parametrize(("name", "columns"), list(passes()))
 def test_federation_passes(root, few_processes, name, columns):
-    results = check_federation(
-        partial(ROWS[name], root), rounds=3 if name in LONG else 2, clients=CLIENTS, columns=columns
-    )
+    rounds = 3 if name in LONG else 2
+    with frozen_once():
+        results = check_federation(
+            partial(ROWS[name], root), rounds=rounds, clients=CLIENTS, columns=columns
+        )
     for result in results:
         if result.column == "vectorized" and (reason := NOT_VECTORIZED.get(name)):
             assert result.outcome == "refused", result

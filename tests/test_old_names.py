@@ -49,6 +49,10 @@ OLD = {
     "hyper_lr": r"\bhyper_lr\b",
     "faults": r"\bexplode=|\bslowness\b|ClientFaults\([^)]*\bspread=",
     "skipped_clients": r"\bskipped_clients\b",
+    "attributes of a module": r"federated_(?:adapt|discard_losses|knows_weights|record)\b"
+    r"|federated_(?:hyperparameter_limits|loss|mean|sample_weight|uses_client)\b",
+    "options of the loop": r"\bcsv_name\b|\bon_client_error\b|\bclient_state_memory_gb\b"
+    r"|\bexchange_frozen: (?:true|false)|--federation\.(?:phases|monitor|lean_steps)\b|lean_steps=",
 }
 
 

@@ -29,7 +29,7 @@ def test_a_federation_learns_real_data(
     data_root, tmp_path, data, net, partition, steps, rounds, accuracy
 ):
     L.seed_everything(1, verbose=False)
-    loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=steps), csv_name=None)
+    loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=steps))
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=rounds,

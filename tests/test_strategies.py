@@ -254,7 +254,7 @@ def federation(**options):
 
 
 def trainer(tmp_path, strategy="client_parallel", callbacks=None, **options):
-    loop = FederatedLoop(policy=Schedule(num_steps=40), csv_name=None)
+    loop = FederatedLoop(policy=Schedule(num_steps=40))
     callbacks = [loop] if callbacks is None else callbacks
     return L.Trainer(
         accelerator="cpu",

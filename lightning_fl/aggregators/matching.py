@@ -171,8 +171,8 @@ class NeuronMatching(Aggregator):
         exchanged = federation.num_parameters  # None before the layout is known
         if exchanged and exchanged != sum(p.numel() for p in federation.module.parameters()):
             raise FederationError(
-                f"{name} requires the updates of all parameters, but frozen ones are not exchanged:"
-                " set exchange_frozen=True in FederatedLoop"
+                f"{name} requires the updates of all parameters, but large frozen ones are not"
+                " exchanged: train all parameters"
             )
         if federation.policy is not None and "contributions" in federation.policy.learns_from:
             raise FederationError(

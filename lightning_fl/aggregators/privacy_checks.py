@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
 from lightning_fl.federation.context import Federation
-from lightning_fl.types import FederationError, configuration
+from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.types import FederationError
 
 
 def check_run(name: str, federation: Federation) -> None:
@@ -28,11 +28,6 @@ def check_run(name: str, federation: Federation) -> None:
         raise FederationError(
             f"{name} requires min_clients=1, got {federation.min_clients}: a round that keeps the"
             " model would reveal the number of returned clients"
-        )
-    if federation.on_client_error == "raise":
-        raise FederationError(
-            f"{name} is incompatible with on_client_error='raise': an error would reveal that a"
-            " client with an invalid update was sampled. Set on_client_error='skip'"
         )
     policy = federation.policy
     if policy is not None and policy.learns_from - {"val_loss"}:
@@ -89,7 +84,11 @@ def check_monitors(name: str, federation: Federation, of_clients: Collection[str
             for config in trainer.lr_scheduler_configs
             if config.reduce_on_plateau
         ),
-        *((type(p).__name__, getattr(p, "monitor", None)) for p in federation.policy.modules()),
+        *(
+            (type(policy).__name__, policy.monitor)
+            for policy in reversed([*federation.policy.modules()])  # from the inside
+            if isinstance(policy, HyperparameterPolicy) and policy.learns
+        ),
     ]
     for who, monitor in monitored:
         if monitor in unsafe or monitor in of_clients:
@@ -97,32 +96,3 @@ def check_monitors(name: str, federation: Federation, of_clients: Collection[str
                 f"{who} monitors {monitor!r}, which clients report without noise:"
                 f" {name} does not protect it. Monitor a validation metric"
             )
-
-
-def noise_key(federation: Federation) -> int:
-    """Return a digest of the configuration of the run, to seed the noise.
-
-    Two runs that resume from one checkpoint with different options draw different noise. With equal
-    noise, the difference of their models would contain no noise. Paths, the number of processes,
-    vectorization and the number of rounds do not change the digest.
-
-    Args:
-        federation: Description of the run at the start of a fit. Outside a fit the digest is 0.
-    """
-    if federation.trainer is None:
-        return 0
-    trainer: Any = federation.trainer
-    module: LightningModule = federation.module
-    groups = [
-        (type(each), [{k: v for k, v in g.items() if k != "params"} for g in each.param_groups])
-        for each in trainer.optimizers
-    ]
-    schedulers = [
-        (type(config.scheduler), config.scheduler.state_dict(), config.monitor)
-        for config in trainer.lr_scheduler_configs
-    ]
-    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
-    training = [str(trainer.precision), trainer.gradient_clip_val, trainer.gradient_clip_algorithm]
-    parts = tuple(federation.configuration)
-    text = configuration([groups, schedulers, module, frozen, training, parts])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_fl.aggregators.fedopt import FedOpt
-from lightning_fl.aggregators.privacy_checks import check_monitors, check_run, noise_key
+from lightning_fl.aggregators.privacy_checks import check_monitors, check_run
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.privacy import clipped_update, epsilon, next_clip, noise_beside_a_count
 from lightning_fl.functional.randomness import RandomStream, generator
@@ -107,7 +107,6 @@ class DPFedAvg(FedOpt):
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
         #: Pairs of a noise multiplier and the number of rounds with it.
         self.ledger: list[tuple[float, int]] = []
-        self._noise_key = 0
 
     def setup(self, federation: Federation) -> None:
         """Raise an error if the run would reveal data of single clients."""
@@ -115,7 +114,6 @@ class DPFedAvg(FedOpt):
         name = type(self).__name__
         federation.refuse_stage(self, "the privacy loss of other stages would not be counted")
         check_run(name, federation)
-        self._noise_key = noise_key(federation)
 
     def check_metrics(self, of_clients: Collection[str]) -> None:
         """Raise an error if a callback, scheduler or policy monitors client metrics."""
@@ -179,7 +177,7 @@ class DPFedAvg(FedOpt):
         """Return the global model after one optimizer step with the noisy mean."""
         size, noise, mask = self._drawn.size, self.noise_multiplier, self._mask()
         seed = self.known_federation.seed
-        random = generator(seed, RandomStream.NOISE, int(self.round), self._noise_key)
+        random = generator(seed, RandomStream.NOISE, int(self.round))
         if self.quantile is not None:
             noise = noise_beside_a_count(noise, self._count_noise)
         deviation = noise * self._norm

@@ -229,13 +229,7 @@ class FederatedCLI(LightningCLI):
         """Configure the output folder, the callbacks and the loggers of the Trainer."""
         config = self._get(self.config_init, "trainer")
         loop, checkpoint = (self._get(self.config_init, k) for k in ("federation", "checkpoint"))
-        if loop.csv_name not in (TABLE, None):
-            raise FederationError(
-                f"federation.csv_name must be {TABLE} or null, got {loop.csv_name!r}: report and"
-                " --ckpt_path last look for this name"
-            )
-        if loop.csv_name is not None:
-            loop.csv_name = str(self.run_folder / loop.csv_name)
+        loop.table_name = str(self.run_folder / TABLE)
         if checkpoint.dirpath is None:
             checkpoint.dirpath = str(self.run_folder)
         if config.logger in (None, True):

@@ -88,7 +88,6 @@ HELP = {
     "weights_only": "Whether checkpoints are read as data. A checkpoint that contains other objects"
     " requires false: set it for files that you trust only, because they can run code.",
     "trainer.default_root_dir": "Folder of the runs. Each fit has a new folder version_N in it.",
-    "federation.csv_name": "The table of rounds in the folder of the run; null writes no file.",
     "checkpoint.dirpath": "Folder of the checkpoint; null uses the folder of the run.",
 }
 

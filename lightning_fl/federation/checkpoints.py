@@ -54,7 +54,7 @@ REMEDIES = {
     "policy_class": "restore the original policy",
     "number of parameter tensors": "restore the original network and objective terms",
     "local parameters": "restore local_parameters of FederatedLoop and of the module",
-    "exchanged": "restore the network, exchange_frozen, and the parameters frozen at the start",
+    "exchanged": "restore the network, and the parameters frozen at the start",
 }
 
 

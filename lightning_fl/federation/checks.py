@@ -50,8 +50,7 @@ REFUSED: dict[type[Callback], str] = {
     LearningRateFinder: "it trains before the first round; set the learning rate",
     ModelPruning: "it shares the pruning masks of one client with the others; prune the trained"
     " module after the fit",
-    SpikeDetection: "it compares the losses of different clients; on_client_error handles"
-    " non-finite updates",
+    SpikeDetection: "it compares the losses of different clients; non-finite updates are dropped",
 }
 
 #: Options of the Trainer that must have a certain value: the value, and the reason or alternative.

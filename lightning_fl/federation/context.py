@@ -36,14 +36,12 @@ class Federation:
         traffic: Bytes that a client sends and receives in a round, for the parameters that are
             trained at the start of the fit; None before the layout is known.
         min_clients: Minimum number of usable updates that change the global model.
-        on_client_error: How unusable updates are handled: ``skip`` or ``raise``.
         buffers: How buffers are combined: ``average``, ``server`` or ``local``.
         optimizer_state: Whether clients keep their optimizer state: ``reset``, ``keep`` or
             ``local``.
         local_parameters: Names of the parameters and buffers that stay with each client.
         phases: Phases of local training, in which some of the parameters are trained.
         update_transforms: Transforms of the clients' updates.
-        configuration: Further objects and options that determine the run.
 
     Example:
         >>> Federation(num_clients=20, sampling=Cohort(size=5, clients=20)).num_parameters is None
@@ -64,13 +62,11 @@ class Federation:
     sampler: Any = None
     traffic: tuple[int, int] | None = None
     min_clients: int = 1
-    on_client_error: str = "skip"
     buffers: str = "average"
     optimizer_state: str = "reset"
     local_parameters: Sequence[str] = ()
     phases: Sequence[Phase] = ()
     update_transforms: Sequence[Any] = ()
-    configuration: Sequence[Any] = ()
 
     @property
     def num_parameters(self) -> int | None:

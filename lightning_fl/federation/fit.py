@@ -97,7 +97,7 @@ class PreparedFit:
         self.watchers = [c for c in callbacks if callable(getattr(c, "on_client_updates", None))]
         # These callbacks unfreeze parameters during the fit.
         unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
-        self.exchange_frozen = True if unfreezes else options.exchange_frozen
+        self.exchange_frozen = unfreezes
         self.federation = self._describe(user)
         check_policy(options)
         options.sampler.setup(self.federation)
@@ -117,13 +117,8 @@ class PreparedFit:
         self.boundary = RoundBoundary(trainer, key)
 
     def _describe(self, user: LightningModule) -> Federation:
-        options, planner, data = self.options, self.planner, self.data
+        options, planner = self.options, self.planner
         n, size = planner.num_clients, planner.cohort_size
-        loader = [getattr(data, name, None) for name in ("batch_size", "replacement", "drop_last")]
-        rules = [options.aggregator, options.policy, options.sampler]
-        rules += [options.update_transforms, self.watchers]
-        lists = list(options.local_parameters), list(options.phases)
-        choices = (size, options.buffer_policy, options.optimizer_state, *lists)
         return Federation(
             n,
             Cohort(size, n, how_drawn(options.sampler)),
@@ -132,17 +127,15 @@ class PreparedFit:
             num_samples=planner.num_samples,
             module=user,
             trainer=self.trainer,
-            data=data,
+            data=self.data,
             aggregator=options.aggregator,
             policy=options.policy,
             sampler=options.sampler,
             min_clients=int(options.min_clients),
-            on_client_error=options.on_client_error,
             buffers=options.buffer_policy,
             optimizer_state=options.optimizer_state,
             phases=options.phases,
             update_transforms=options.update_transforms,
-            configuration=(rules, choices, self.checksum, n, loader),
         )
 
     def take_over(

@@ -17,7 +17,6 @@ from lightning_fl.federation.checks import check_finite, check_options, warn_of_
 from lightning_fl.federation.dropped import (
     check_causes,
     count_causes,
-    describe_dropped,
     list_clients,
 )
 from lightning_fl.federation.exchange import ClientContext
@@ -36,6 +35,7 @@ from lightning_fl.functional.randomness import (
 from lightning_fl.hooks import call_hook
 from lightning_fl.runners.optimizer import Options, params_of
 from lightning_fl.runners.sequential import SequentialRunner
+from lightning_fl.runners.step_module import StepModule
 from lightning_fl.types import (
     ClientUpdate,
     FederationError,
@@ -292,8 +292,9 @@ class Round:
         schedule = self.plan.schedule
         step = schedule[batch_idx]
         if step.last:
-            if self.plan.is_empty:
-                call_hook(self.fit.runner.module, "federated_discard_losses")
+            module = self.fit.runner.module
+            if self.plan.is_empty and isinstance(module, StepModule):
+                module._discard_losses()
             call_hook(self.fit.module, "on_client_end")
             self.collect(step)
             if self.plan.is_empty:
@@ -334,7 +335,7 @@ class Round:
         num_samples, num_steps = fit.planner.num_samples[clients], self.plan.num_steps[rows]
         update = ClientUpdate(clients, delta, num_samples, num_steps, lr, extras)
         update, dropped = self._received(update)
-        self.drop(dropped)
+        self.results.dropped |= dropped
         usable = torch.tensor([client not in dropped for client in clients.tolist()])
         if not usable.any():
             return
@@ -378,18 +379,6 @@ class Round:
         for part, memory in zip(self.fit.parts, self._part_memory, strict=True):
             extras |= part.end(self._client, memory)
         return extras
-
-    def drop(self, dropped: dict[int, str]) -> None:
-        """Record dropped clients, or end the run if ``on_client_error`` is ``raise``."""
-        if dropped and self.fit.federation.on_client_error == "raise":
-            raise FederationError(
-                f"round {self.plan.round + 1} has no usable update of"
-                f" {describe_dropped(dropped, self.fit.data.client_names)}."
-                f" {self.fit.warnings.non_finite}If values are non-finite, look for NaN in the"
-                " client's samples, decrease the learning rate or clip gradients; or set"
-                " on_client_error: skip"
-            )
-        self.results.dropped |= dropped
 
     def _note(self, update: ClientUpdate, reports: Tensor, counters: Tensor) -> None:
         """Record results of clients with a used update for the table and the policy."""

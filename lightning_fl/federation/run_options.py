@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_fl.aggregators import Aggregator, FedAvg
-from lightning_fl.options import check_choice, check_flag, check_integer, check_number
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy
-from lightning_fl.runners.phases import Phase, check_phases
+from lightning_fl.runners.phases import Phase
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import FederationError, describe
@@ -31,15 +30,10 @@ class RunOptions:
     clients_per_round: int | None = None
     client_fraction: float | None = None
     min_clients: int = 1
-    on_client_error: str = "skip"
     optimizer_state: str = "reset"
     buffers: BufferPolicy | None = None
-    exchange_frozen: bool | None = None
-    monitor: str = "val_loss"
     update_transforms: Sequence[UpdateTransform] = ()
-    client_state_memory_gb: float = 1.0
     local_parameters: Sequence[str] = ()
-    phases: Sequence[Phase] = ()
 
     @classmethod
     def of(
@@ -77,11 +71,8 @@ class RunOptions:
         hint = "to sample a number of clients, set clients_per_round"
         check_number("client_fraction", fraction, above=0, max=1, optional=True, hint=hint)
         check_integer("min_clients", self.min_clients, min=1)
-        check_number("client_state_memory_gb", self.client_state_memory_gb, min=0, max=math.inf)
-        check_choice("on_client_error", self.on_client_error, "skip", "raise")
         check_choice("optimizer_state", self.optimizer_state, "reset", "keep", "local")
         check_choice("buffers", self.buffer_policy, "average", "server", "local")
-        check_flag("exchange_frozen", self.exchange_frozen, optional=True)
         patterns = self.local_parameters
         is_list = isinstance(patterns, list | tuple)
         if not is_list or not all(isinstance(p, str) and p for p in patterns):
@@ -89,12 +80,16 @@ class RunOptions:
                 f"local_parameters must be a list of patterns, got {patterns!r}: write"
                 ' ["net.head.*"] or ["type:_BatchNorm"]'
             )
-        check_phases(self.phases)
         for transform in self.update_transforms:
             if not isinstance(transform, UpdateTransform):
                 raise FederationError(
                     f"update_transforms must contain UpdateTransforms, got {transform!r}"
                 )
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        """Phases of local training."""
+        return self.policy.phases
 
     @property
     def buffer_policy(self) -> BufferPolicy:
@@ -110,7 +105,6 @@ class RunOptions:
         return {
             "clients in a round": cohort_size,
             "min_clients": int(self.min_clients),
-            "on_client_error": self.on_client_error,
             "sampler": describe(self.sampler),
             "aggregator": describe(self.aggregator),
             "policy": describe(self.policy),

@@ -12,6 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_fl.files import write_atomically
 
+#: Name of the file.
+TABLE = "rounds.csv"
 #: Columns of the loop that are not a cause of dropped clients.
 COLUMNS = {"round", "clients", "dropped", "dropped_clients", "num_samples", "num_steps", "lr"}
 COLUMNS |= {"bytes_up", "bytes_down"}

@@ -33,7 +33,9 @@ class Validation:
     def __init__(
         self, trainer: Trainer, data: FederatedData, options: RunOptions, processes: Processes
     ) -> None:
-        self._trainer, self._monitor, self._policy = trainer, options.monitor, options.policy
+        self._trainer, self._policy = trainer, options.policy
+        learns = "val_loss" in self._policy.learns_from
+        self._monitor = self._policy.monitor if learns else "val_loss"
         acts = options.policy.learns or bool(options.policy.learns_from)
         acts |= any(isinstance(c, EarlyStopping) for c in trainer.callbacks)  # type: ignore[attr-defined]
         acts |= any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
@@ -75,7 +77,7 @@ class Validation:
         if val_loss is None and "val_loss" in self._policy.learns_from:
             raise FederationError(
                 f"{type(self._policy).__name__} learns from {self._monitor!r}, which validation"
-                f" does not log (logged: {sorted(metrics)}): set monitor, or provide validation"
+                f" does not log (logged: {sorted(metrics)}): set its monitor, or provide validation"
                 " samples (data.init_args.val_size, trainer.limit_val_batches)"
             )
         return val_loss

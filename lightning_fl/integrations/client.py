@@ -37,8 +37,8 @@ from lightning_fl.integrations.server import (
     refuse_schedulers,
     trainer_of,
 )
-from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners import VectorizedClients
+from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.runners import Phase, VectorizedClients
 from lightning_fl.runners.constants import digest
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import ClientUpdate, Cohort, FederationError, RoundPlan, describe
@@ -47,7 +47,6 @@ from lightning_fl.types import ClientUpdate, Cohort, FederationError, RoundPlan,
 OF_CLIENT = (
     "optimizer_state",
     "buffers",
-    "exchange_frozen",
     "update_transforms",
     "local_parameters",
     "phases",
@@ -70,7 +69,8 @@ class RemoteClient:
         trainer: Options of the Trainer, such as ``{"accelerator": "cpu"}``.
         batch_size: Samples per local step if ``data`` is a data set; None means all.
         options: Options of ``FederatedLoop`` for clients: ``optimizer_state``, ``buffers``,
-            ``exchange_frozen``, ``update_transforms``, ``local_parameters``, ``phases``.
+            ``update_transforms``, ``local_parameters``. The phases of the server's policy are
+            ``phases``.
 
     Raises:
         FederationError: If an option is not one of a client or out of range, or the samples are a
@@ -96,7 +96,9 @@ class RemoteClient:
                 f"{others[0]} is not an option of a client, which has {', '.join(OF_CLIENT)}: the"
                 " server plans and aggregates"
             )
-        self.rule = RunOptions.of(aggregator, None, None, **options).aggregator
+        of_loop = {name: value for name, value in options.items() if name != "phases"}
+        policy = Schedule(phases=options.get("phases", ()))
+        self.rule = RunOptions.of(aggregator, policy, None, **of_loop).aggregator
         self.module, self.trainer = module, dict(trainer or {})
         check_trainer(self.trainer)
         if not isinstance(data, FederatedDataModule):
@@ -260,11 +262,12 @@ class TaskPolicy(HyperparameterPolicy):
 
     Args:
         task: What the server has sent.
+        phases: Phases of local training.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, phases: Sequence[Phase]) -> None:
         super().__init__()
-        self.task = task
+        self.task, self.phases = task, list(phases)
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
         """Return the values for the client."""
@@ -298,22 +301,25 @@ class OneClient(FederatedLoop):
     Args:
         task: What the server has sent.
         rule: Keeps the update.
+        phases: Phases of local training.
         options: Options of ``FederatedLoop`` for clients.
     """
 
     results: Results
 
-    def __init__(self, task: Task, rule: ToServer, **options: Any) -> None:
+    def __init__(
+        self, task: Task, rule: ToServer, phases: Sequence[Phase] = (), **options: Any
+    ) -> None:
         super().__init__(
             rule,
-            TaskPolicy(task),
+            TaskPolicy(task, phases),
             TaskSampler(task.client),
             clients_per_round=1,
             seed=task.seed,
-            csv_name=None,
             check=False,  # of a step after another client
             **options,
         )
+        self.table_name = None
         self._task = task
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -328,7 +334,7 @@ class OneClient(FederatedLoop):
         if exchange_id(self.runner) != self._task.exchanged:
             raise FederationError(
                 "this client exchanges other parameters or buffers than the server: use the same"
-                " module, precision, buffers, exchange_frozen and local_parameters on both"
+                " module, precision, buffers and local_parameters on both"
             )
         frozen = self.runner.constants.parameters
         if self._task.frozen and digest(frozen) != self._task.frozen:

@@ -41,9 +41,7 @@ OF_SERVER = (
     "clients_per_round",
     "client_fraction",
     "min_clients",
-    "on_client_error",
     "buffers",
-    "exchange_frozen",
     "local_parameters",
 )
 
@@ -67,8 +65,8 @@ class RemoteServer(FederatedLoop):
         trainer: Options of the clients' Trainer, such as ``{"precision": "bf16-true"}``. The server
             creates the module's layers and optimizer as that Trainer does, on the CPU.
         options: Options of ``FederatedLoop`` for servers: ``clients_per_round``,
-            ``client_fraction``, ``min_clients``, ``on_client_error``, ``buffers``,
-            ``exchange_frozen``, ``local_parameters``. Clients need the same last three.
+            ``client_fraction``, ``min_clients``, ``buffers``, ``local_parameters``. Clients need
+            the same last two.
 
     Raises:
         FederationError: If an option is out of range or not one of a server, or the rule or the
@@ -92,9 +90,8 @@ class RemoteServer(FederatedLoop):
                 f"{others[0]} is not an option of a server, which has {', '.join(OF_SERVER)}: pass"
                 " what concerns local training to the clients"
             )
-        super().__init__(
-            aggregator, policy, sampler, seed=seed, csv_name=None, check=False, **options
-        )
+        super().__init__(aggregator, policy, sampler, seed=seed, check=False, **options)
+        self.table_name = None
         self.module, self.trainer_options = module, dict(trainer or {})
         self.send_frozen = check_flag("send_frozen", send_frozen)
         self.evaluates_clients = True  # nothing is validated here, so that no warning is due
@@ -260,8 +257,7 @@ class RemoteServer(FederatedLoop):
             Metrics of the round.
 
         Raises:
-            FederationError: If a client has no usable update and ``on_client_error`` is ``raise``,
-                or the checkpoint cannot be written.
+            FederationError: If the checkpoint cannot be written.
         """
         round, plan = self._current, self._current.plan
         for step in steps_of(plan):
@@ -289,7 +285,7 @@ class RemoteServer(FederatedLoop):
         round, runner = self._current, self.runner
         if reply is None or reply.dropped:
             cause = "" if reply is None else reply.dropped
-            round.drop({client: cause if cause in CAUSES else "dropped_out"})
+            round.results.dropped[client] = cause if cause in CAUSES else "dropped_out"
             return
         try:
             self._check(client, reply)
@@ -298,11 +294,9 @@ class RemoteServer(FederatedLoop):
             round.report(step, None)
             round.collect(step)
         except FederationError as error:  # rules check an update before they add it
-            if self.options.on_client_error == "raise":
-                raise
             self.store.new.pop(client, None)
             rank_zero_warn(f"round {round.plan.round + 1}: client {client} is dropped: {error}")
-            round.drop({client: "dropped_out"})
+            round.results.dropped[client] = "dropped_out"
 
     def _check(self, client: int, reply: Reply) -> None:
         """Check that an update is one of this federation.

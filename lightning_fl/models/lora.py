@@ -20,8 +20,7 @@ class LoRA(nn.Module):
     Layers whose name ends in one of ``target_modules`` get an adapter of peft, which adds
     :math:`\frac{\alpha}{r} B A x` to the output of the layer. :math:`B` starts at 0, so that the
     network computes at first what it computed before. Adapters and the parameters in ``train`` are
-    trained; a ``FederatedLoop`` exchanges nothing else if the frozen parameters are large
-    (``exchange_frozen``). BatchNorm layers still update their statistics.
+    trained; clients send nothing else. BatchNorm layers still update their statistics.
 
     With ``freeze_a`` only :math:`B` is trained (FFA-LoRA; Sun et al., 2024): the average of
     :math:`B_k A` is exactly the average of :math:`B_k` times :math:`A`, and :math:`A` is not

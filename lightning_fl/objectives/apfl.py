@@ -111,7 +111,7 @@ class APFL(Term):
         v = self.personal.parameters_by_name()
         w = {name: client_model.params[name].detach() for name in v}
         mixture = self.personal.tensors() | interpolate(v, w, alpha)
-        return client_model.module.federated_loss(batch, mixture)
+        return client_model.module.loss_with(batch, mixture)
 
     def personal_model(self, module: ClientModule) -> dict[str, Tensor]:
         """Return the mixture of the local model and the model of the module."""

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from lightning_fl.objectives.parameter_groups import ParameterGroup, split_group
 from lightning_fl.objectives.recorder import Recorder
 from lightning_fl.objectives.terms import ModelView, Term, settable
 from lightning_fl.runners.constants import complete
+from lightning_fl.runners.step_module import StepModule
 from lightning_fl.types import FederationError, PersonalModel
 
 
@@ -83,7 +83,7 @@ class WeightedMean(_Precise):
         return sums[0] / sums[1]
 
 
-class ClientModule(LightningModule):
+class ClientModule(StepModule):
     r"""Train a classifier with cross-entropy and additional loss terms.
 
     .. math:: \frac{1}{|b|} \sum_{i \in b} \ell(w; x_i, y_i) + \sum_j r_j
@@ -127,17 +127,12 @@ class ClientModule(LightningModule):
         self._settable = settable(terms)
         #: Numbers of terms that a policy may set, by name. None is the value of the term itself.
         self.federated_hyperparameters: dict[str, Any] = dict.fromkeys(self._settable)
-        #: Allowed ranges of these numbers, by name.
-        self.federated_hyperparameter_limits = {
+        self._hyperparameter_limits = {
             name: terms[i].hyperparameters[each] for name, (i, each) in self._settable.items()
         }
-        #: Weight of each sample in the mean, ``[batch]``, summing to 1. None means equal weights.
-        #: ``VectorizedClients`` pads smaller batches with samples of weight 0.
-        self.federated_sample_weight: Tensor | None = None
-        #: True if the training step supports sample weights. A step overridden in a subclass and
-        #: terms that use the batch do not.
+        # A step overridden in a subclass and terms that use the batch do not support weights.
         has_own_step = type(self).training_step is not ClientModule.training_step
-        self.federated_knows_weights = not has_own_step and not any(t.uses_batch for t in terms)
+        self._knows_weights = not has_own_step and not any(t.uses_batch for t in terms)
         #: Terms that the training step of a subclass has not used yet, until a warning names them.
         self._unused_terms = set(range(len(terms))) if has_own_step else set[int]()
         #: Recorder of activations, if a term requires one.
@@ -266,16 +261,16 @@ class ClientModule(LightningModule):
         x, y = batch
         return F.cross_entropy(self(x) if outputs is None else outputs, y, reduction="none")
 
-    def federated_mean(self, values: Tensor) -> Tensor:
+    def mean_of(self, values: Tensor) -> Tensor:
         """Return the mean over the samples of a batch, without padding.
 
         Args:
             values: One value per sample, ``[batch]``.
         """
-        weight = self.federated_sample_weight
+        weight = self._sample_weight
         return values.mean() if weight is None else values @ weight
 
-    def federated_loss(self, batch: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+    def loss_with(self, batch: Any, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the mean loss of a batch, without terms, for other tensors of the network.
 
         Args:
@@ -286,19 +281,15 @@ class ClientModule(LightningModule):
         Example:
             >>> module = ClientModule(nn.Linear(2, 3))
             >>> zeros = {"net.weight": torch.zeros(3, 2), "net.bias": torch.zeros(3)}
-            >>> module.federated_loss((torch.ones(4, 2), torch.tensor([0, 1, 2, 0])), zeros).exp()
+            >>> module.loss_with((torch.ones(4, 2), torch.tensor([0, 1, 2, 0])), zeros).exp()
             tensor(3.)
         """
         given = {f"module.{name}": tensor for name, tensor in tensors.items()}
         losses: Tensor = functional_call(self._losses[0], given, (batch,))
-        return self.federated_mean(losses)
+        return self.mean_of(losses)
 
-    def federated_uses_client(self, hook: str) -> bool:
-        """Return whether a client hook uses the tensors of a client; otherwise one call is enough.
-
-        Args:
-            hook: ``on_client_start`` or ``on_client_end``.
-        """
+    def _uses_client(self, hook: str) -> bool:
+        """Return whether a subclass or a term overrides a client hook."""
         return overrides(self, hook, ClientModule) or any(
             overrides(term, hook, Term) for term in self._own_terms()
         )
@@ -326,7 +317,7 @@ class ClientModule(LightningModule):
         else:
             outputs, trace = self.recorder(batch[0])
         losses = self.federated_losses(batch, outputs)
-        loss = task_loss = self.federated_mean(losses)
+        loss = task_loss = self.mean_of(losses)
         start = self.federated_global_parameters
         if start is not None:
             params: dict[str, Tensor] = dict(self.net.named_parameters(prefix="net"))
@@ -342,7 +333,7 @@ class ClientModule(LightningModule):
             ):
                 anchor = ModelView(fixed, trace=self.recorder.fixed(fixed, batch[0]))
             loss = loss + sum(self._term(i, own, anchor, batch) for i in range(len(self.terms)))
-        self.federated_record(loss, len(losses))
+        self._record(loss, len(losses))
         return loss if start is None else {"loss": loss, "task_loss": task_loss.detach()}
 
     def _term(self, i: int, own: ModelView, anchor: ModelView, batch: Any) -> Tensor:
@@ -357,13 +348,8 @@ class ClientModule(LightningModule):
         with attributes_set(term, given):
             return cast("Tensor", term(own, anchor, batch))
 
-    def federated_record(self, loss: Tensor, count: int | Tensor) -> None:
-        """Record the loss of a local step, for one client or for clients that train at once.
-
-        Args:
-            loss: Scalar, or ``[k]`` for vectorized clients.
-            count: Number of samples, of the same shape.
-        """
+    def _record(self, loss: Tensor, count: int | Tensor) -> None:
+        """Record the loss of a local step, for one client or for clients that train at once."""
         loss = loss.detach()
         if not isinstance(count, Tensor):
             # Fill on the device: a copy from the host would synchronize.
@@ -371,7 +357,7 @@ class ClientModule(LightningModule):
         self._client_loss.append(loss * count)
         self._client_samples.append(count)
 
-    def federated_discard_losses(self) -> None:
+    def _discard_losses(self) -> None:
         """Discard the losses recorded in the local step of a round without clients."""
         self._client_loss, self._client_samples = [], []
 

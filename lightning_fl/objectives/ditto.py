@@ -77,7 +77,7 @@ class Ditto(Term):
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the loss of the personal model and its penalty."""
         assert client_model.module is not None
-        loss = client_model.module.federated_loss(batch, self.personal.tensors())
+        loss = client_model.module.loss_with(batch, self.personal.tensors())
         v = self.personal.parameters_by_name()
         x = (global_model.params[name] for name in v)
         return loss + proximal_penalty(v.values(), x, self.strength)

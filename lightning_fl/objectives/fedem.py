@@ -105,7 +105,7 @@ class FedEM(ClientModule):
         self.log_expected = nn.Parameter(torch.zeros_like(equal), requires_grad=False)
         self.seen = nn.Parameter(like.new_zeros(()), requires_grad=False)
         self.federated_global_parameters = {}
-        self.federated_knows_weights = True
+        self._knows_weights = True
 
     @property
     def federated_local_parameters(self) -> list[str]:
@@ -149,7 +149,7 @@ class FedEM(ClientModule):
             [F.cross_entropy(net(x), y, reduction="none") for net in self._components], 1
         )
         losses = (log_q.exp() * own).sum(1)
-        weight = self.federated_sample_weight
+        weight = self._sample_weight
         there = torch.ones_like(losses) if weight is None else (weight > 0).to(losses)
         with torch.no_grad():
             batch_sum = (log_q + there.log()[:, None]).logsumexp(0)
@@ -157,7 +157,7 @@ class FedEM(ClientModule):
             self.log_expected.copy_(torch.where(self.seen > 0, so_far, batch_sum))
             self.seen.add_(there.sum())
         loss = losses.mean() if weight is None else losses @ weight
-        self.federated_record(loss, len(losses))
+        self._record(loss, len(losses))
         return loss
 
     def _sample_losses(self, x: Tensor, y: Tensor, params: dict[str, Tensor]) -> Tensor:
@@ -170,12 +170,8 @@ class FedEM(ClientModule):
             each.append(F.cross_entropy(functional_call(template, own, (x,)), y, reduction="none"))
         return torch.stack(each, 1)
 
-    def federated_adapt(self, batches: Iterable[Any]) -> None:
-        """Adapt to a client that has not trained yet; see :meth:`adapt`.
-
-        Args:
-            batches: All training samples of the client.
-        """
+    def _adapt(self, batches: Iterable[Any]) -> None:
+        """Adapt to a client that has not trained yet; see :meth:`adapt`."""
         self.adapt(tuple(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
     @torch.no_grad()

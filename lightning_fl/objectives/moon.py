@@ -109,7 +109,7 @@ class MOON(Term):
             for own in (self.received, self.previous)
         )
         losses = model_contrastive_loss(z, z_global, z_previous, self.temperature)
-        return self.mu * client_model.module.federated_mean(losses)
+        return self.mu * client_model.module.mean_of(losses)
 
     def _evaluated(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the representations of a model in evaluation mode."""

@@ -116,8 +116,8 @@ class PerFedAvg(ClientModule):
             adapted = {
                 n: p - self.inner_lr * (second[n] - second[n].detach()) for n, p in adapted.items()
             }
-        loss = self.federated_loss(others[-1], adapted)
-        self.federated_record(loss, size)
+        loss = self.loss_with(others[-1], adapted)
+        self._record(loss, size)
         return loss
 
     def _gradient(self, params: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ class PerFedAvg(ClientModule):
 
         def loss(params: Mapping[str, Tensor]) -> Tensor:
             buffers = {n: b.clone() for n, b in self.net.named_buffers(prefix="net")}
-            return self.federated_loss(batch, {**params, **buffers})
+            return self.loss_with(batch, {**params, **buffers})
 
         gradient: dict[str, Tensor] = torch.func.grad(loss)(dict(params))
         return gradient

@@ -25,8 +25,8 @@ class ModelView:
         outputs: Network outputs for the batch. None for the global model.
         trace: Recorded activations, if a term requires them.
         module: Module in training, for its loss with other tensors
-            (:meth:`ClientModule.federated_loss`) and its mean over samples
-            (:meth:`ClientModule.federated_mean`). None for the global model.
+            (:meth:`ClientModule.loss_with`) and its mean over samples
+            (:meth:`ClientModule.mean_of`). None for the global model.
     """
 
     params: dict[str, Tensor]
@@ -45,8 +45,8 @@ class Term(nn.Module, ABC):
     :meth:`on_client_start` and :meth:`on_client_end`. The tutorial "Your rule" has examples.
     """
 
-    #: True if the term uses the samples other than through :meth:`ClientModule.federated_loss` and
-    #: :meth:`ClientModule.federated_mean`. Vectorized clients are then not padded with samples of
+    #: True if the term uses the samples other than through :meth:`ClientModule.loss_with` and
+    #: :meth:`ClientModule.mean_of`. Vectorized clients are then not padded with samples of
     #: weight 0.
     uses_batch = True
     #: True if the term uses recorded activations of the client model. :meth:`Term.build` is then

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fl.federation.context import Federation
 from lightning_fl.options import check_choice, check_integer, check_number
-from lightning_fl.policies.base import HyperparameterPolicy, Signal, check_declared
+from lightning_fl.policies.base import HyperparameterPolicy, Signal, check_declared, shared_monitor
 from lightning_fl.policies.schedule import Schedule
 from lightning_fl.types import FederationError, Feedback
 
@@ -42,6 +42,7 @@ class AdaptiveMu(HyperparameterPolicy):
             uses the mean loss of the round's initial model that clients report on their first
             batch, weighted by their numbers of samples. It is the paper's training loss if all
             clients are sampled; otherwise it also varies with the cohort.
+        monitor: Name of the logged metric that is the validation loss.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the module does not
@@ -69,8 +70,9 @@ class AdaptiveMu(HyperparameterPolicy):
         name: str = "mu",
         policy: HyperparameterPolicy | None = None,
         loss: Literal["validation", "clients"] = "validation",
+        monitor: str = "val_loss",
     ) -> None:
-        super().__init__()
+        super().__init__(monitor)
         start = torch.tensor(check_number("mu", mu, min=0), dtype=torch.float64)
         self.step = check_number("step", step, above=0)
         self.patience = check_integer("patience", patience, min=1)
@@ -78,6 +80,8 @@ class AdaptiveMu(HyperparameterPolicy):
         self.loss = check_choice("loss", loss, "validation", "clients")
         own: Signal = "val_loss" if loss == "validation" else "client_losses"
         self.learns_from = self.policy.learns_from | {own}
+        self.phases = self.policy.phases
+        self.monitor = shared_monitor([self, self.policy] if own == "val_loss" else [self.policy])
         self.register_buffer("mu", start)
         #: Last finite loss; infinity if there was none.
         self.register_buffer("last_loss", torch.tensor(math.inf, dtype=torch.float64))

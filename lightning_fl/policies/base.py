@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.runners import Declared
+from lightning_fl.runners import Declared, Phase
+from lightning_fl.runners.phases import check_phases
 from lightning_fl.types import FederationError, Feedback, full
 
 if TYPE_CHECKING:
@@ -46,6 +47,16 @@ class HyperparameterPolicy(nn.Module, ABC):
     """Choose the hyperparameters of each round and client, optionally learned from feedback.
 
     Keep learned values in buffers, which are saved in the checkpoint.
+
+    Args:
+        monitor: Name of the logged metric that is the validation loss, for policies that learn from
+            ``val_loss``.
+        phases: Phases of the local training of each client, in order, which train some of the
+            parameters (:class:`~lightning_fl.runners.Phase`). They divide the local steps that the
+            policy sets. By default, all parameters are trained together.
+
+    Raises:
+        FederationError: If not exactly one phase has no amount.
     """
 
     #: Fields of :class:`~lightning_fl.types.Feedback` that the policy learns from, in addition to
@@ -53,6 +64,13 @@ class HyperparameterPolicy(nn.Module, ABC):
     #: ``client_losses``: losses that clients report. ``contributions``: effect of each client on
     #: the validation loss, which requires a forward and backward pass over the validation samples.
     learns_from: frozenset[Signal] = frozenset()
+    monitor: str
+    phases: list[Phase]
+
+    def __init__(self, monitor: str = "val_loss", phases: Sequence[Phase] = ()) -> None:
+        super().__init__()
+        check_phases(phases)
+        self.monitor, self.phases = monitor, list(phases)
 
     def setup(self, federation: Federation) -> None:
         """Configure the policy for a run at the start of a fit.
@@ -145,6 +163,8 @@ class RandomPolicy(HyperparameterPolicy):
     Args:
         seed: Seed of the draws. None uses the seed of the ``FederatedLoop``, else that of
             ``seed_everything``, else 0. A resumed run keeps its seed.
+        monitor: See :class:`HyperparameterPolicy`.
+        phases: See :class:`HyperparameterPolicy`.
 
     Raises:
         FederationError: If the seed is negative.
@@ -152,8 +172,10 @@ class RandomPolicy(HyperparameterPolicy):
 
     drawn_from: Tensor
 
-    def __init__(self, seed: int | None) -> None:
-        super().__init__()
+    def __init__(
+        self, seed: int | None, monitor: str = "val_loss", phases: Sequence[Phase] = ()
+    ) -> None:
+        super().__init__(monitor, phases)
         self.seed = check_integer("seed", seed, min=0, optional=True)
         #: Seed of the run, if known.
         self.run_seed: int | None = None
@@ -176,6 +198,24 @@ class RandomPolicy(HyperparameterPolicy):
             own = self.run_seed if self.seed is None else self.seed
             self.drawn_from.fill_(run_seed(own))
         return generator(int(self.drawn_from), purpose, round)
+
+
+def shared_monitor(policies: Iterable[HyperparameterPolicy]) -> str:
+    """Return the metric that is the validation loss for all policies of a run.
+
+    Args:
+        policies: The policies. Those that do not learn from the validation loss are ignored.
+
+    Raises:
+        FederationError: If they monitor different metrics.
+    """
+    names = sorted({policy.monitor for policy in policies if "val_loss" in policy.learns_from})
+    if len(names) > 1:
+        raise FederationError(
+            f"the policies of a run must learn from one validation loss, got {' and '.join(names)}:"
+            " set the same monitor"
+        )
+    return names[0] if names else "val_loss"
 
 
 def check_values(option: str, values: Mapping[str, Sequence[float]]) -> None:

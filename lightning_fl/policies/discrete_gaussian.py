@@ -27,6 +27,7 @@ from lightning_fl.policies.base import (
     check_values,
     local_steps,
 )
+from lightning_fl.runners import Phase
 from lightning_fl.types import FederationError, Feedback
 
 #: Range of learning rates and local steps in the paper's tasks; the paper does not give its grid.
@@ -81,6 +82,8 @@ class DiscreteGaussianReinforce(RandomPolicy):
             ``clients`` uses the mean loss of the round's initial model that clients report on their
             first batch. The reward of a round is then known one round later, and is accurate only
             if the cohort is representative of all clients.
+        monitor: Name of the logged metric that is the validation loss.
+        phases: Phases of local training; see :class:`Schedule`.
 
     Raises:
         FederationError: If an option is out of range; after a round without validation.
@@ -112,8 +115,10 @@ class DiscreteGaussianReinforce(RandomPolicy):
         optimizer: Literal["sgd", "adam"] = "sgd",
         seed: int | None = None,
         loss: Literal["validation", "clients"] = "validation",
+        monitor: str = "val_loss",
+        phases: Sequence[Phase] = (),
     ) -> None:
-        super().__init__(seed)
+        super().__init__(seed, monitor, phases)
         self.grid = {k: list(v) for k, v in (GRID if grid is None else grid).items()}
         _check_grid(self.grid)
         self.policy_lr = check_number("policy_lr", policy_lr, min=0)

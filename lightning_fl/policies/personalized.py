@@ -20,6 +20,7 @@ from lightning_fl.policies.base import (
     check_values,
     local_steps,
 )
+from lightning_fl.runners import Phase
 from lightning_fl.types import FederationError, Feedback
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class PersonalizedPolicyGradient(RandomPolicy):
             scale.
         monitor: Name of the validation metric that is the reward.
         seed: Seed of the draws. None uses the seed of the run.
+        phases: Phases of local training; see :class:`Schedule`.
 
     Raises:
         FederationError: If an option is out of range, or candidates have different names.
@@ -107,8 +109,9 @@ class PersonalizedPolicyGradient(RandomPolicy):
         normalize: bool = True,
         monitor: str = "val_acc",
         seed: int | None = None,
+        phases: Sequence[Phase] = (),
     ) -> None:
-        super().__init__(seed)
+        super().__init__(seed, monitor, phases)
         self.candidates = [dict(each) for each in candidates]
         _check(self.candidates)
         self.method = check_choice("method", method, "contribution", "reward")
@@ -116,7 +119,6 @@ class PersonalizedPolicyGradient(RandomPolicy):
         self.floor = check_number("floor", floor, min=0, below=1)
         self.baseline = check_flag("baseline", baseline)
         self.normalize = check_flag("normalize", normalize)
-        self.monitor = monitor
         self.learns_from = frozenset(["contributions"] if method == "contribution" else [])
         size = (PLACES, len(self.candidates))
         #: Logits of each client, ``[places, H]``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_fl.federation.context import Federation
 from lightning_fl.options import check_integer, check_number
 from lightning_fl.policies.base import POSITIVE, HyperparameterPolicy, check_declared
+from lightning_fl.runners import Phase
 from lightning_fl.types import FederationError
 
 
@@ -28,6 +29,8 @@ class Schedule(HyperparameterPolicy):
         steps_decay: Factor of ``num_steps`` per round. The result is rounded, and is at least 1.
         values: Numbers that the module declares, by name, such as ``mu`` of a ``Proximal`` term.
             They replace those of the module.
+        phases: Phases of the local training of each client, in order, which train some of the
+            parameters (:class:`~lightning_fl.runners.Phase`). By default, all are trained together.
 
     Raises:
         FederationError: If a value is out of range, both ``num_steps`` and ``local_epochs`` are
@@ -47,8 +50,9 @@ class Schedule(HyperparameterPolicy):
         decay: float = 1.0,
         steps_decay: float = 1.0,
         values: Mapping[str, float] | None = None,
+        phases: Sequence[Phase] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(phases=phases)
         if num_steps is not None and local_epochs is not None:
             raise FederationError(
                 f"num_steps={num_steps} and local_epochs={local_epochs} both set the amount of"

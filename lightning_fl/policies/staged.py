@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.randomness import RandomStream, derive_seed
 from lightning_fl.functional.stages import check_stages, stage_of
-from lightning_fl.policies.base import HyperparameterPolicy
-from lightning_fl.types import Feedback
+from lightning_fl.policies.base import HyperparameterPolicy, shared_monitor
+from lightning_fl.types import FederationError, Feedback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +29,8 @@ class StagedPolicy(HyperparameterPolicy):
             start of its stage.
 
     Raises:
-        FederationError: If ``rounds`` and ``policies`` do not match.
+        FederationError: If ``rounds`` and ``policies`` do not match, or policies have different
+            phases or monitor different validation losses.
 
     Example:
         >>> import torch
@@ -45,6 +46,11 @@ class StagedPolicy(HyperparameterPolicy):
         self.rounds = list(rounds)
         self.policies = nn.ModuleList(policies)
         self.learns_from = frozenset().union(*(policy.learns_from for policy in policies))
+        self.monitor, self.phases = shared_monitor(policies), policies[0].phases
+        if any(policy.phases != self.phases for policy in policies):
+            raise FederationError(
+                "policies must have the same phases, which hold for all rounds of a run"
+            )
         self._figures: dict[str, float] = {}
 
     def setup(self, federation: Federation) -> None:

@@ -53,10 +53,11 @@ class Stragglers(RandomPolicy):
         drop: bool = False,
         seed: int | None = None,
     ) -> None:
-        super().__init__(seed)
+        policy = Schedule() if policy is None else policy
+        super().__init__(seed, policy.monitor, policy.phases)
         self.fraction = check_number("fraction", fraction, min=0, max=1)
         self.drop = check_flag("drop", drop)
-        self.policy = Schedule() if policy is None else policy
+        self.policy = policy
         self.learns_from = self.policy.learns_from
 
     def setup(self, federation: Federation) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.callbacks.report import RunReport, run_folder
+from lightning_fl.federation.table import TABLE
 from lightning_fl.report.write import report
 from lightning_fl.types import FederationError
 
@@ -66,8 +67,7 @@ class LogFiles(Callback):
         names = [*STARTED, *["config.yaml"] * any(isinstance(c, RunConfig) for c in callbacks)]
         loop = loop_of(trainer, "LogFiles")
         if loop.rows:
-            assert loop.csv_name is not None  # there is a folder
-            names += [*FINISHED, loop.csv_name]
+            names += [*FINISHED, TABLE]
         keeps_report = any(isinstance(each, WandbLogger | MLFlowLogger) for each in trainer.loggers)
         if keeps_report and not loop.rows:
             rank_zero_warn("there is no report: the fit ended before the end of its first round")

@@ -5,7 +5,7 @@
   C library for their steps.
 - ``local_step`` is a training step as a function of its tensors, ``compiled`` the same as a graph.
   ``samples`` goes into it, ``logs`` comes out of it, ``tensors`` and ``optimizer`` are changed by
-  it.
+  it. ``step_module`` is what a module of the package tells it.
 - ``local_tensors`` stay with a client, ``constants`` are shared by all, ``phases`` tell which
   parameters are trained when, ``hyperparameters`` are numbers of a policy, and ``spectral_norm``
   has vectors without a mean.

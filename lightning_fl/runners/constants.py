@@ -22,26 +22,28 @@ LEFT_OUT = "frozen_parameters"
 
 
 def constant_parameters(
-    module: nn.Module, exchange_frozen: bool | None, local: Collection[str] = ()
+    module: nn.Module, exchange_frozen: bool, local: Collection[str] = ()
 ) -> dict[str, nn.Parameter]:
     """Return the frozen parameters that are not exchanged.
 
     Args:
         module: The user's module.
-        exchange_frozen: Whether all frozen parameters are exchanged. None exchanges them unless
-            they are larger than the trained parameters and than ``LARGE``.
+        exchange_frozen: Whether all are exchanged, because a callback will unfreeze some. Otherwise
+            they are exchanged unless they are larger than the trained parameters and ``LARGE``.
         local: Names of client-local parameters, which are never constant.
     """
     if exchange_frozen:
         return {}
     shared = {name: p for name, p in module.named_parameters() if name not in local}
     frozen = {name: p for name, p in shared.items() if not p.requires_grad}
-    if exchange_frozen is None:
-        size = {name: p.numel() * p.element_size() for name, p in shared.items()}
-        total = sum(size[name] for name in frozen)
-        if total <= max(LARGE, sum(size.values()) - total):
-            return {}
-    return frozen
+    size = sum(p.nbytes for p in frozen.values())
+    rest = sum(p.nbytes for p in shared.values()) - size
+    return frozen if are_large(size, rest) else {}
+
+
+def are_large(size: int, trained: int) -> bool:
+    """Return whether frozen parameters are shared, given their bytes and those of trained ones."""
+    return size > max(LARGE, trained)
 
 
 class Constants:
@@ -82,8 +84,8 @@ class Constants:
     def _error(self, name: str, how: str) -> FederationError:
         return FederationError(
             f"{self.owner}.{name} was frozen at the start of the fit (requires_grad=False), so all"
-            f" clients share it, but it was {how} during the fit. Set exchange_frozen=True in"
-            " FederatedLoop to exchange it like a trained parameter"
+            f" clients share it, but it was {how} during the fit. Keep what the module changes in a"
+            " buffer, and unfreeze layers by a finetuning callback of Lightning"
         )
 
 

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_fl.runners.step_module import StepModule
 from lightning_fl.types import FederationError
 
 #: Number of clients that fills a processor's vector units.
@@ -131,7 +132,7 @@ def knows_weights(module: LightningModule) -> bool:
         and not isinstance(layer, _NormBase)
         for layer in layers
     )
-    return are_known and bool(getattr(module, "federated_knows_weights", False))
+    return are_known and isinstance(module, StepModule) and module._knows_weights
 
 
 def device_memory(device: torch.device, processes: int) -> int:

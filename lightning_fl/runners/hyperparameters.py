@@ -8,12 +8,11 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_fl.options import check_number
+from lightning_fl.runners.step_module import StepModule
 from lightning_fl.types import FederationError
 
 #: Optional attribute of a module: the numbers that a policy may set, with their own values by name.
 HYPERPARAMETERS = "federated_hyperparameters"
-#: Optional attribute of a module: arguments of ``check_number`` for these numbers, by name.
-LIMITS = "federated_hyperparameter_limits"
 
 
 class Declared:
@@ -21,8 +20,7 @@ class Declared:
 
     A module declares them in the attribute ``federated_hyperparameters``, a dictionary of values by
     name. While a client trains, the dictionary has the numbers of the policy instead, as tensors
-    without dimensions. The optional attribute ``federated_hyperparameter_limits`` has the allowed
-    range of a number, as arguments of :func:`~lightning_fl.options.check_number`.
+    without dimensions. The ranges of the numbers of terms are known.
 
     Args:
         module: The user's module; None outside of a fit, which declares nothing.
@@ -33,11 +31,9 @@ class Declared:
     Example:
         >>> module = LightningModule()
         >>> module.federated_hyperparameters = {"mu": 0.1}
-        >>> module.federated_hyperparameter_limits = {"mu": {"min": 0}}
-        >>> Declared(module).check("policy", "mu", [0.5, -1.0])
+        >>> Declared(module).check("policy", "mu", [0.5, float("nan")])
         Traceback (most recent call last):
-        lightning_fl.types.FederationError: mu of policy must be a finite number of at least 0, \
-got -1.0
+        lightning_fl.types.FederationError: mu of policy must be a finite number, got nan
     """
 
     def __init__(self, module: LightningModule | None) -> None:
@@ -51,7 +47,8 @@ got -1.0
             )
         #: Values of the module itself, by name.
         self.values: dict[str, Any] = dict(values)
-        self._limits: Mapping[str, Mapping[str, Any]] = getattr(module, LIMITS, None) or {}
+        limits = module._hyperparameter_limits if isinstance(module, StepModule) else {}
+        self._limits: Mapping[str, Mapping[str, Any]] = limits
 
     def check(self, source: str, name: str, values: Iterable[float]) -> None:
         """Check values for a number of the module. Other names are ignored.

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_fl.hooks import attributes_set
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
+from lightning_fl.runners.step_module import StepModule
 from lightning_fl.types import FederationError
 
 Tensors = dict[str, Tensor]
@@ -30,8 +31,7 @@ class Outcome(NamedTuple):
         task_loss: The loss that a client reports: ``task_loss`` if the step returns a dictionary
             with that key, else the loss.
         logs: Logged values and their batch sizes, by name; NaN without a batch size.
-        recorded: The loss that a module with a method ``federated_record`` records; empty without
-            that method.
+        recorded: The loss that a :class:`StepModule` records; empty for other modules.
         buffers: The module's buffers after the step.
     """
 
@@ -75,7 +75,7 @@ def gradients_of(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
 
 #: Attributes of the module that a step sets.
 _SET = (
-    *("log", "optimizers", "federated_sample_weight", "federated_record"),
+    *("log", "optimizers", "_sample_weight", "_record"),
     "federated_global_parameters",
 )
 _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
@@ -95,9 +95,8 @@ class LocalStep(nn.Module):
 
     The module sees the client's parameters and buffers instead of its own. If it has these
     attributes, it also gets ``federated_global_parameters`` (the parameters that the client started
-    from, by name), ``federated_sample_weight`` (``[batch]``, summing to 1, or None for equal
-    weights), and ``federated_hyperparameters`` with the client's numbers from the policy. A method
-    ``federated_record`` is called once for all clients.
+    from, by name) and ``federated_hyperparameters`` with the client's numbers from the policy. A
+    :class:`StepModule` gets the weights of samples, and records losses once for all clients.
 
     Args:
         module: The user's module.
@@ -195,10 +194,8 @@ class LocalStep(nn.Module):
         known: dict[str, Any] = {"log": log}
         if self._refuses_optimizer:
             known["optimizers"] = refuse_optimizer
-        if hasattr(self.module, "federated_sample_weight"):
-            known["federated_sample_weight"] = weight
-        if hasattr(self.module, "federated_record"):
-            known["federated_record"] = record
+        if isinstance(self.module, StepModule):
+            known |= {"_sample_weight": weight, "_record": record}
         if fixed and hasattr(self.module, "federated_global_parameters"):
             known["federated_global_parameters"] = fixed | self._constants
         if hyperparameters:

@@ -147,7 +147,7 @@ def local_tensors(module: LightningModule, patterns: Sequence[str] = ()) -> list
 
 
 def split_tensors(
-    module: LightningModule, exchange_frozen: bool | None, patterns: Sequence[str]
+    module: LightningModule, exchange_frozen: bool, patterns: Sequence[str]
 ) -> tuple[dict[str, nn.Parameter], list[str]]:
     """Return the constant parameters and the names of the client-local tensors.
 

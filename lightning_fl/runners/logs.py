@@ -30,7 +30,7 @@ class StepLogs:
         self._noted = {}
 
     def note(self, outcome: Outcome, samples: Samples, sizes: Tensor, active: Tensor) -> None:
-        """Store the logged values of a local step, and pass losses to ``federated_record``.
+        """Store the logged values of a local step, and pass losses to the module.
 
         Args:
             outcome: The outcome of the step.
@@ -48,7 +48,7 @@ class StepLogs:
                 self._noted.setdefault(name, []).append((value, weight, active))
         if outcome.recorded:
             weight = (sizes * active).to(device, non_blocking=True)
-            record: Any = self._local.module.federated_record
+            record: Any = self._local.module._record
             record(outcome.recorded["loss"].where(weight > 0, 0), weight)
 
     def log(self, log: Callable[..., None], module: LightningModule) -> None:

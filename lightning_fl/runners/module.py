@@ -34,6 +34,7 @@ from lightning_fl.runners.step_hooks import (
     hooks_of,
     why_alone,
 )
+from lightning_fl.runners.step_module import StepModule
 from lightning_fl.runners.vectorized import VectorizedRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
 
@@ -116,7 +117,7 @@ class VectorizedClients(LightningModule):
         self.runner: VectorizedRunner | None = None
         self._has_warned_of_callbacks = False
         #: See :class:`~lightning_fl.callbacks.FederatedLoop`, which sets it.
-        self.exchange_frozen: bool | None = None
+        self.exchange_frozen = False
         self.local_patterns: Sequence[str] = ()
         self.keeps_optimizer = False
         #: Parameters that all clients share, by name, so that they are not stacked.
@@ -384,8 +385,8 @@ class VectorizedClients(LightningModule):
         hook: Any = getattr(self.module, name, None)
         if not callable(hook):
             return
-        uses_client: Any = getattr(self.module, "federated_uses_client", None)
-        if self.runner is None or (uses_client is not None and not uses_client(name)):
+        user = self.module
+        if self.runner is None or (isinstance(user, StepModule) and not user._uses_client(name)):
             hook()
             return
         runner = self.runner
@@ -498,7 +499,7 @@ def client_runner(
     buffers: BufferPolicy,
     optimizer: torch.optim.Optimizer,
     keep_optimizer: KeepOptimizer,
-    exchange_frozen: bool | None = None,
+    exchange_frozen: bool = False,
     local_patterns: Sequence[str] = (),
     otherwise: type[ClientRunner] = SequentialRunner,
 ) -> ClientRunner:

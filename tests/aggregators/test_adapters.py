@@ -35,9 +35,7 @@ def run(fit, data):
 
     def run(rule, module=None, rounds=3, wrap=lambda m: m, ckpt_path=None, callbacks=(), **options):
         module = Adapted() if module is None else module
-        loop = FederatedLoop(
-            rule, **{"policy": Schedule(num_steps=2), "seed": 2, "csv_name": None, **options}
-        )
+        loop = FederatedLoop(rule, **{"policy": Schedule(num_steps=2), "seed": 2, **options})
         samples = data(num_clients=5, partition=Dirichlet(2.0))
         saving = any(isinstance(c, RoundCheckpoint) for c in callbacks)
         fit(
@@ -102,10 +100,10 @@ def bytes_of(rank):
 
 def test_a_client_of_a_lower_rank_sends_and_receives_less(run):
     rule = FlexLoRA
-    _, loop = run(rule(RANKS), rounds=1, exchange_frozen=False)
+    _, loop = run(rule(RANKS), rounds=1)
     wanted = sum(bytes_of(rank) for rank in RANKS)
     assert (loop.rows[0]["bytes_up"], loop.rows[0]["bytes_down"]) == (wanted, wanted)
-    _, loop = run(rule(RANKS), clients_per_round=2, exchange_frozen=False)
+    _, loop = run(rule(RANKS), clients_per_round=2)
     for row in loop.rows:
         assert row["bytes_up"] == row["bytes_down"]
     assert len({row["bytes_up"] for row in loop.rows}) > 1
@@ -120,7 +118,7 @@ def test_a_client_of_a_lower_rank_takes_less_time_on_the_virtual_clock(run):
 
 
 def test_a_transform_compresses_what_a_client_sends(run):
-    options = {"update_transforms": [TopK(0.5, error_feedback=False)], "exchange_frozen": False}
+    options = {"update_transforms": [TopK(0.5, error_feedback=False)]}
     _, full = run(FlexLoRA(4), rounds=1, **options)
     _, loop = run(FlexLoRA(2), rounds=1, **options)
     assert loop.rows[0]["bytes_up"] / full.rows[0]["bytes_up"] == pytest.approx(
@@ -130,7 +128,7 @@ def test_a_transform_compresses_what_a_client_sends(run):
 
 def test_a_stage_counts_its_own_traffic(run):
     rule = Staged([1], [FlexLoRA(RANKS), FedAvg()])
-    _, loop = run(rule, rounds=2, exchange_frozen=False)
+    _, loop = run(rule, rounds=2)
     wanted = [sum(bytes_of(rank) for rank in RANKS), 5 * bytes_of(4)]
     assert [row["bytes_up"] for row in loop.rows] == wanted
 
@@ -225,7 +223,7 @@ def test_a_client_that_diverges_is_dropped(run):
                 self.net[0].lora_A["default"].weight.data.fill_(torch.nan)
 
     with pytest.warns(UserWarning, match="non-finite"):
-        module, loop = run(FlexLoRA(RANKS), Breaks(), rounds=1, exchange_frozen=False)
+        module, loop = run(FlexLoRA(RANKS), Breaks(), rounds=1)
     assert loop.rows[0]["dropped_clients"] == "0"
     assert loop.rows[0]["bytes_up"] == sum(bytes_of(rank) for rank in RANKS[1:])
     assert all(p.isfinite().all() for p in module.parameters())

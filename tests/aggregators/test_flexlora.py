@@ -23,9 +23,7 @@ RANKS = [1, 2, 4, 3, 4]
 def run(fit, data):
     def run(rule, rounds=1, num_clients=5, callbacks=(), rank=4, **options):
         module, wanted = Adapted(rank), []
-        loop = FederatedLoop(
-            rule, **{"policy": Schedule(num_steps=3), "seed": 2, "csv_name": None, **options}
-        )
+        loop = FederatedLoop(rule, **{"policy": Schedule(num_steps=3), "seed": 2, **options})
         samples = data(num_clients=num_clients, partition=Dirichlet(2.0))
         note = Note(module, loop, samples, wanted)
         fit(module, loop, samples, rounds=rounds, callbacks=[*callbacks, note])

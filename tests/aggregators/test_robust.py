@@ -123,9 +123,7 @@ def attack(rule, evil):
 def test_sign_flipping_attackers(fit, data, rule, stands):
     torch.manual_seed(0)
     made = ClientModule(nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-    loop = FederatedLoop(
-        aggregator=attack(rule, {1, 4, 8}), policy=Schedule(num_steps=10), csv_name=None
-    )
+    loop = FederatedLoop(aggregator=attack(rule, {1, 4, 8}), policy=Schedule(num_steps=10))
     fit(made, loop, data(num_clients=10), rounds=3)
     assert (loop.rows[-1]["val_acc"] > 0.9) == stands
 

@@ -17,7 +17,7 @@ RANKS = [1, 2, 4, 3, 4]
 def run(fit, data):
     def run(rule, rounds=1):
         module, samples = Adapted(), data(num_clients=5, partition=Dirichlet(2.0))
-        loop = FederatedLoop(rule, Schedule(num_steps=3), seed=2, csv_name=None)
+        loop = FederatedLoop(rule, Schedule(num_steps=3), seed=2)
         fit(module, loop, samples, rounds=rounds)
         return module, samples.num_samples.double()
 

@@ -356,9 +356,13 @@ def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, forei
 @pytest.mark.parametrize(
     ("attack", "sample", "message"),
     [
-        (LabelFlip(), {"x": torch.zeros(6), "y": 0}, "LabelFlip changes samples .* returns a dict"),
-        (LabelFlip(), ("word", 0), "inputs of type Tensor or ndarray, .* are of type str"),
-        (Backdoor(trigger_value=1.0), (np.zeros(6), 0), "of type Tensor, .* of type ndarray"),
+        (LabelFlip(), {"x": torch.zeros(6), "y": 0}, r"LabelFlip cannot change .* return a tuple"),
+        (LabelFlip(), ("word", 0), r"LabelFlip cannot change .* return a tuple"),
+        (
+            Backdoor(trigger_value=1.0),
+            (np.zeros(6), 0),
+            "Backdoor cannot change .*AttributeError",
+        ),
     ],
 )
 def test_samples_of_another_form_are_refused_before_the_first_round(

@@ -233,11 +233,6 @@ def test_stragglers_are_slow_as_often_as_said(simulate):
     assert sum(value > 2 for value in each) / 2000 == pytest.approx(0.25, abs=0.04)
 
 
-def test_a_fault_ends_a_run_that_asks_for_it(simulate):
-    with pytest.raises(FederationError, match=r"no usable update of client 0 \(dropped out"):
-        simulate(ClientFaults(dropout=1.0), on_client_error="raise")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -247,8 +242,8 @@ def test_a_fault_ends_a_run_that_asks_for_it(simulate):
         ("round,client,fault\n1,2,sleep\n", "one of dropout, crash, nan, late, blowup"),
         ("round,client,fault\n1,-2,nan\n", "line 2"),
         ("round,client,fault\n1,2,nan\n1.5,2,nan\n", "line 3"),
-        ("round,client,fault\n0,2,nan\n", "rounds are counted from 1"),
-        ("round,client,fault\n1,2,nan\n1,2,crash\n", "line 3 .* duplicate"),
+        ("round,client,fault\n0,2,nan\n", "line 2 .* a round .from 1."),
+        ("round,client,fault\n1,2,nan\n1,2,crash\n", "line 3 .* another fault of client 2"),
         ('round,client,fault\n"1,2,nan\n', "cannot be read"),
     ],
 )

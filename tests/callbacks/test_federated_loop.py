@@ -449,14 +449,8 @@ class Only(RoundRobinSampler):
         return self.clients
 
 
-def test_on_client_error_raise_names_the_client(fit, linear):
-    with pytest.raises(FederationError, match=r"no usable update of client 1 \(non-finite"):
-        fit(linear(), FederatedLoop(on_client_error="raise"), poisoned([1]))
-
-
-@pytest.mark.parametrize("on_client_error", ["skip", "raise"])
 @pytest.mark.filterwarnings("ignore:(dropped|round|the global model)")
-def test_the_tensor_that_is_not_finite_is_named(fit, foreign, on_client_error):
+def test_the_tensor_that_is_not_finite_is_named(fit, foreign):
     class Best(type(foreign())):
         """Keeps the lowest loss, which begins with infinity, so that no difference is finite."""
 
@@ -470,10 +464,8 @@ def test_the_tensor_that_is_not_finite_is_named(fit, foreign, on_client_error):
             return loss
 
     found = r"Non-finite values are in best. Clients receive best with such values, .*step. "
-    warns = pytest.warns(UserWarning, match=f"{found}Later rounds")
-    refused = pytest.raises(FederationError, match=f"{found}If values")
-    with warns if on_client_error == "skip" else refused:
-        fit(Best().double(), FederatedLoop(on_client_error=on_client_error, buffers="average"))
+    with pytest.warns(UserWarning, match=f"{found}Later rounds"):
+        fit(Best().double(), FederatedLoop(buffers="average"))
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped")
@@ -852,7 +844,7 @@ def test_resuming_with_other_options_says_which(fit, foreign, data, tmp_path):
         "clients in a round is 2, was 4",
         "aggregator is FedAvg(weighting='uniform', normalization='round'), was FedAvg(weighting="
         "'samples', normalization='round')",
-        "local_epochs=2, decay=1.0, steps_decay=1.0, values=None), was Schedule(",
+        "local_epochs=2, decay=1.0, steps_decay=1.0, values=None, phases=[]), was Schedule(",
         "batches in a local epoch is 32, was 16",
     ):
         assert part in text
@@ -968,16 +960,18 @@ def test_the_table_has_what_the_module_logs_at_the_end_of_its_epoch(fit, foreign
     assert len(text) == 4
 
 
-def test_no_table_is_written_where_none_is_wanted(fit, foreign, tmp_path):
-    fit(foreign(), FederatedLoop(csv_name=None, buffers="average"))
+def test_a_loop_without_table_name_writes_no_file(fit, foreign, tmp_path):
+    loop = FederatedLoop(buffers="average")
+    loop.table_name = None
+    fit(foreign(), loop)
     assert not list(tmp_path.iterdir())
 
 
 class Learner(HyperparameterPolicy):
     learns_from = frozenset({"val_loss"})
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, monitor="val_loss"):
+        super().__init__(monitor)
         self.feedback = []
         self.register_buffer("rounds", torch.zeros(()))
 
@@ -1011,7 +1005,7 @@ def test_a_stale_loss_is_no_reward(fit, foreign):
 
 
 def test_a_policy_without_its_loss_says_so_at_the_start(fit, foreign):
-    loop = FederatedLoop(policy=Learner(), monitor="val_los", buffers="average")
+    loop = FederatedLoop(policy=Learner("val_los"), buffers="average")
     with pytest.raises(FederationError, match="'val_los', which validation does not log"):
         fit(foreign(), loop)
     assert loop.rows == []
@@ -1078,12 +1072,17 @@ def test_hooks_of_the_module_are_called_once_a_client(fit, foreign):
         ({"sampler": "uniform"}, "sampler must be a ClientSampler, got 'uniform'"),
         ({"buffers": "mean"}, "buffers must be average, server or local"),
         ({"optimizer_state": "drop"}, "optimizer_state must be reset, keep or local"),
-        ({"on_client_error": "ignore"}, "on_client_error must be skip or raise"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
     with pytest.raises(FederationError, match=message):
         FederatedLoop(**options)
+
+
+@pytest.mark.parametrize("name", ["monitor", "phases", "exchange_frozen", "lean_steps"])
+def test_removed_option_is_unknown(name):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        FederatedLoop(**{name: None})
 
 
 SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
@@ -1418,9 +1417,7 @@ def test_the_runs_seed_is_the_policys(fit, foreign):
 def resumed(fit, foreign, tmp_path, policy):
     """Two rounds, then one more with another policy."""
     for rounds, given, path in ((2, GRIDS[0], None), (3, policy, tmp_path / "last.ckpt")):
-        loop = FederatedLoop(
-            policy=DiscreteGaussianReinforce(given), buffers="average", csv_name=None, seed=1
-        )
+        loop = FederatedLoop(policy=DiscreteGaussianReinforce(given), buffers="average", seed=1)
         options = {"callbacks": [RoundCheckpoint(tmp_path)], "enable_checkpointing": True}
         fit(foreign(), loop, rounds=rounds, ckpt_path=path, **options)
 
@@ -1445,7 +1442,7 @@ def test_a_term_that_is_gone_is_refused_on_resuming(fit, blobs, tmp_path):
         module = ClientModule(net, terms=terms).double()
         federation = FederatedDataModule(blobs(), num_clients=3)
         options = {"callbacks": [RoundCheckpoint(tmp_path)], "enable_checkpointing": True}
-        loop = FederatedLoop(seed=1, csv_name=None)
+        loop = FederatedLoop(seed=1)
         if path is None:
             fit(module, loop, federation, rounds=rounds, **options)
             continue

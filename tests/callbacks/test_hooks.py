@@ -4,6 +4,7 @@ import copy
 import math
 import re
 import warnings
+from contextlib import nullcontext
 
 import lightning as L
 import pytest
@@ -37,7 +38,7 @@ from lightning_fl.runners import Phase, VectorizedClients
 from lightning_fl.samplers import PoissonSampler
 from lightning_fl.transforms import Quantize, TopK
 from lightning_fl.types import FederationError
-from recorded import CALLBACK_HOOKS, MODULE_HOOKS, recorded
+from recorded import CALLBACK_HOOKS, MODULE_HOOKS, recorded, steps_by_lightning
 
 
 def regression(n=24, features=3):
@@ -433,7 +434,7 @@ def test_the_stepping_batches_are_those_of_the_longest_client(
     module.configure_optimizers = ask
     policy, expected = copy.deepcopy(RUNS[name])
     federated = uneven(data, train=blobs(60))
-    loop = FederatedLoop(policy=policy, seed=2, monitor="val_loss")
+    loop = FederatedLoop(policy=policy, seed=2)
     policy.monitor = "accuracy"
     look = L.pytorch.callbacks.LambdaCallback(
         on_train_batch_end=lambda trainer, *_: found.append(trainer.estimated_stepping_batches)
@@ -924,8 +925,9 @@ class StepsOfClients(HyperparameterPolicy):
 
 def ask_for_batches(fit, module, wrap=lambda m: m, is_lean=True, **options):
     data = FederatedDataModule(regression(), num_clients=4, batch_size=3, val_size=0, seed=1)
-    loop = FederatedLoop(policy=StepsOfClients(), seed=1, lean_steps=is_lean)
-    fit(wrap(module), loop, data, rounds=2, **options)
+    loop = FederatedLoop(policy=StepsOfClients(), seed=1)
+    with nullcontext() if is_lean else steps_by_lightning():
+        fit(wrap(module), loop, data, rounds=2, **options)
     return module
 
 
@@ -1112,7 +1114,7 @@ def test_before_a_step_the_training_batches_of_a_stream_are_those_of_the_round(f
     assert set(module.found) == {2}  # of 8 samples, not of all 24
     # An epoch of 2 steps leaves steps for the second phase.
     phases = [Phase(["net.weight"], local_epochs=1), Phase("all")]
-    loop = FederatedLoop(phases=phases, policy=Schedule(num_steps=4))
+    loop = FederatedLoop(policy=Schedule(num_steps=4, phases=phases))
     fit(Plans(hook, lambda trainer: None), loop, data, rounds=1)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from contextlib import nullcontext
 
 import lightning as L
 import pytest
@@ -16,7 +17,7 @@ from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
 from lightning_fl.runners.step_hooks import gradient_callbacks
 from lightning_fl.types import FederationError
-from recorded import CALLBACK_HOOKS, recorded
+from recorded import CALLBACK_HOOKS, recorded, steps_by_lightning
 
 #: Hooks of a module that keep its steps ordinary.
 NOTICES = (
@@ -101,14 +102,12 @@ def federation(fit, module, lean, *callbacks, policy=None, phases=(), **options)
     torch.manual_seed(0)
     module = module().double()
     loop = FederatedLoop(
-        policy=policy or Schedule(num_steps=4, lr=0.02),
-        buffers="average",
-        seed=1,
-        phases=phases,
-        lean_steps=lean,
+        policy=policy or Schedule(num_steps=4, lr=0.02, phases=phases), buffers="average", seed=1
     )
     logger = Logged()
-    fit(module, loop, rounds=2, logger=logger, log_every_n_steps=3, callbacks=callbacks, **options)
+    options |= {"logger": logger, "log_every_n_steps": 3, "callbacks": callbacks}
+    with nullcontext() if lean else steps_by_lightning():
+        fit(module, loop, rounds=2, **options)
     trainer = module.trainer
     progress = copy.deepcopy(trainer.fit_loop.state_dict())
     tensors = {name: t.tolist() for name, t in module.state_dict().items()}

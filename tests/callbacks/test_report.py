@@ -143,7 +143,9 @@ def test_a_run_that_breaks_before_its_first_round_ended_has_no_rounds_to_draw(ru
 @pytest.mark.parametrize("why", ["table", "fast_dev_run"])
 def test_where_no_table_is_written_there_is_no_report(run, tmp_path, why):
     if why == "table":
-        run(loop=FederatedLoop(csv_name=None))
+        loop = FederatedLoop()
+        loop.table_name = None
+        run(loop=loop)
     else:
         run(fast_dev_run=True)
     assert names(tmp_path) == []

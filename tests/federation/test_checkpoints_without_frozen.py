@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from frozen import frozen_once
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvgM
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
@@ -37,6 +38,12 @@ def make(**options):
     return ClientModule(Net(**options), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
 
 
+@pytest.fixture(autouse=True)
+def frozen_parameters_of_any_size_are_left_out():
+    with frozen_once():
+        yield
+
+
 @pytest.fixture
 def run(trainer, data, tmp_path):
     """Fit, or test, a module with checkpoints in ``run``; returns it and the Trainer."""
@@ -44,9 +51,8 @@ def run(trainer, data, tmp_path):
     def run(module=None, rounds=2, command="fit", ckpt_path=None, callbacks=None, **options):
         module = make().double() if module is None else module
         wrap = options.pop("wrap", lambda m: m)
-        loop = FederatedLoop(
-            FedAvgM(), Schedule(num_steps=2), seed=1, csv_name=None, exchange_frozen=False
-        )
+        loop = FederatedLoop(FedAvgM(), Schedule(num_steps=2), seed=1)
+        loop.table_name = None
         saving = [RoundCheckpoint(str(tmp_path / "run"))] if callbacks is None else callbacks
         made = trainer(loop, rounds, callbacks=saving, enable_checkpointing=bool(saving), **options)
         getattr(made, command)(wrap(module), datamodule=data(test=data().val), ckpt_path=ckpt_path)

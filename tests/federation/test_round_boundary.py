@@ -129,8 +129,8 @@ class Run:
             optimizer_state="keep",
             buffers="local",
             seed=0,
-            client_state_memory_gb=0,  # rows are in a file, which is written to in place
         )
+        self.loop.store.most = 0  # rows are in a file, which is written to in place
         self.diary, self.stop = Diary(), EarlyStopping("val_loss", patience=9)
         self.trainer = L.Trainer(
             accelerator="cpu",

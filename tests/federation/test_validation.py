@@ -31,7 +31,7 @@ def test_each_process_validates_on_all_samples_where_its_result_acts_on_the_run(
         lr_scheduler_configs=[],
     )
     data = SimpleNamespace(shares_validation=True)
-    options = SimpleNamespace(policy=policy, monitor="val_loss")
+    options = SimpleNamespace(policy=policy)
     validation = Validation(trainer, data, options, processes_of(trainer))
     assert (data.shares_validation, trainer.strategy.repeats_validation) == (
         not is_repeated,

@@ -68,17 +68,17 @@ def test_clients_get_every_option_of_theirs(config):
     given = {
         "optimizer_state": "keep",
         "buffers": "local",
-        "exchange_frozen": True,
         "update_transforms": [{"class_path": "TopK", "init_args": {"fraction": 0.5}}],
         "local_parameters": ["net.3.*"],
-        "phases": [
-            {"class_path": "Phase", "init_args": {"train": "local", "num_steps": 2}},
-            {"class_path": "Phase", "init_args": {"train": "shared"}},
-        ],
     }
-    found = read_config(changed(federation=given))
+    phases = [
+        {"class_path": "Phase", "init_args": {"train": "local", "num_steps": 2}},
+        {"class_path": "Phase", "init_args": {"train": "shared"}},
+    ]
+    policy = {"class_path": "Schedule", "init_args": {"phases": phases}}
+    found = read_config(changed(federation={**given, "policy": policy}))
     options = found.client().options
-    assert options == {name: getattr(found.loop.options, name) for name in given}
+    assert options == {name: getattr(found.loop.options, name) for name in [*given, "phases"]}
     assert [phase.train for phase in options["phases"]] == ["local", "shared"]
     assert options["update_transforms"][0].fraction == 0.5
 

@@ -125,9 +125,7 @@ def run(trainer):
             optimizer=lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=0.5),
         ).double()
         data = TopicText(3, 40, 8, 120, 30, num_clients=4, batch_size=8)
-        loop = FederatedLoop(
-            aggregator, Schedule(num_steps=3), seed=1, csv_name=None, exchange_frozen=False
-        )
+        loop = FederatedLoop(aggregator, Schedule(num_steps=3), seed=1)
         trainer(loop, rounds).fit(wrap(module), datamodule=data)
         return module, loop
 
@@ -150,7 +148,7 @@ def test_four_bytes_are_sent_per_trained_parameter(trainer):
     for freeze_a in (False, True):
         module = ClientModule(adapted(freeze_a=freeze_a))
         data = TopicText(3, 40, 8, 60, 30, num_clients=4, batch_size=8)
-        loop = FederatedLoop(policy=Schedule(num_steps=1), seed=1, exchange_frozen=False)
+        loop = FederatedLoop(policy=Schedule(num_steps=1), seed=1)
         trainer(loop, 1).fit(module, datamodule=data)
         count = sum(p.numel() for p in trained(module).values())
         assert loop.rows[0]["bytes_up"] == loop.rows[0]["bytes_down"] == 4 * 4 * count

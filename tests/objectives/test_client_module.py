@@ -235,7 +235,7 @@ def test_a_copy_of_the_beginning_is_kept_for_terms_only(fit, module, terms):
 def test_weights_of_samples_make_a_weighted_mean(module, blobs):
     x, y = blobs(7).tensors
     made = module()
-    made.federated_sample_weight = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0]).double()
+    made._sample_weight = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0]).double()
     losses = cross_entropy(*own(made), x, y)[0]
     expected = losses[0] / 2 + losses[1] / 4 + losses[2] / 4
     torch.testing.assert_close(made.training_step((x, y), 0).detach(), expected)
@@ -245,11 +245,11 @@ def test_losses_of_steps_are_recorded_for_one_client_or_several_at_once(module):
     made = module()
     steps = [([1.0, 5.0, 4.0], [2, 1, 3]), ([3.0, 1.0, 0.0], [2, 3, 0])]
     for loss, count in steps:
-        made.federated_record(torch.tensor(loss), torch.tensor(count))
+        made._record(torch.tensor(loss), torch.tensor(count))
     made.on_client_end()
-    made.federated_record(torch.tensor(7.0), 4)
+    made._record(torch.tensor(7.0), 4)
     made.on_client_end()
-    made.federated_record(torch.tensor([torch.nan, 2.0]), torch.tensor([5, 1]))
+    made._record(torch.tensor([torch.nan, 2.0]), torch.tensor([5, 1]))
     made.on_client_end()
     # (1 * 2 + 3 * 2) + (5 + 3) + 4 * 3 + 7 * 4 + 2, over 4 + 4 + 3 + 4 + 1 samples.
     assert made.train_loss.compute().item() == pytest.approx((8 + 8 + 12 + 28 + 2) / 16)
@@ -410,9 +410,9 @@ def test_the_training_loss_is_exact_in_half_precision(fit, data):
     losses = []
 
     class Watched(ClientModule):
-        def federated_record(self, loss, count):
+        def _record(self, loss, count):
             losses.append((loss.detach().double() * count).item())
-            super().federated_record(loss, count)
+            super()._record(loss, count)
 
     module = Watched(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     loop = FederatedLoop(buffers="average", seed=1)

@@ -27,6 +27,7 @@ from lightning_fl.callbacks import (
 )
 from lightning_fl.objectives import APFL, Ditto
 from lightning_fl.optimizers import PFedMe
+from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
 from lightning_fl.types import FederationError
 
@@ -140,7 +141,8 @@ def test_refusals(run, fit, data):
         fit(module(Ditto(), optimizer=PFedMe), datamodule=data())
     with pytest.raises(FederationError, match=r"LBFGS .* Ditto .* use SGD or Adam"):
         fit(module(Ditto(), optimizer=torch.optim.LBFGS), datamodule=data())
-    loop = FederatedLoop(local_parameters=["net.3.*"], phases=[Phase("shared")])
+    policy = Schedule(phases=[Phase("shared")])
+    loop = FederatedLoop(policy=policy, local_parameters=["net.3.*"])
     with pytest.raises(FederationError, match=r"phases train no .* Ditto.*'terms\.0\.\*'"):
         fit(module(Ditto()), loop, datamodule=data())
 

@@ -368,7 +368,7 @@ def federation(fit, blobs):
         clients_per_round=None,
         terms=(),
         compile=False,
-        client_state_memory_gb=1.0,
+        most=2**30,
         matching=None,
         loop_options=None,
         num_clients=4,
@@ -388,9 +388,9 @@ def federation(fit, blobs):
             policy=policy,
             buffers="average",
             seed=3,
-            client_state_memory_gb=client_state_memory_gb,
             **(loop_options or {}),
         )
+        loop.store.most = most
         user = (
             module if group_size is None else VectorizedClients(module, group_size, compile=compile)
         )
@@ -508,19 +508,19 @@ def test_a_client_finds_its_theta_again(federation):
 
 
 @pytest.mark.parametrize("group_size", [None, 2])
-@pytest.mark.parametrize("client_state_memory_gb", [1.0, 0.0])
-def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, group_size, client_state_memory_gb):
-    def run(rounds, folder, client_state_memory_gb=client_state_memory_gb, **options):
+@pytest.mark.parametrize("most", [2**30, 0])
+def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, group_size, most):
+    def run(rounds, folder, most=most, **options):
         checkpoint = RoundCheckpoint(dirpath=tmp_path / folder)
         options |= {"callbacks": [checkpoint], "enable_checkpointing": True}
         options |= {
             "group_size": group_size,
             "clients_per_round": 2,
-            "client_state_memory_gb": client_state_memory_gb,
+            "most": most,
         }
         return federation(rounds=rounds, **options)
 
-    whole, expected = run(4, "whole", client_state_memory_gb=1.0)
+    whole, expected = run(4, "whole", most=2**30)
     run(2, "half")
     resumed, loop = run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
     assert torch.equal(flat(resumed), flat(whole))

@@ -12,7 +12,8 @@ from lightning_fl.policies import (
     StagedPolicy,
     Stragglers,
 )
-from lightning_fl.types import Feedback, RoundPlan, full
+from lightning_fl.runners import Phase
+from lightning_fl.types import FederationError, Feedback, RoundPlan, full
 
 POLICIES = {
     "Schedule()": Schedule,
@@ -86,3 +87,30 @@ def test_its_state_is_saved_and_loaded(make, tmp_path):
     assert same(policy.sample(3, COHORTS[1]), again.sample(3, COHORTS[1]))
     learned(policy), learned(again)
     assert same(policy.sample(6, COHORTS[1]), again.sample(6, COHORTS[1]))
+
+
+WRAPPERS = {
+    "StagedPolicy": lambda policy: StagedPolicy([1], [policy, copy.copy(policy)]),
+    "AdaptiveMu": lambda policy: AdaptiveMu(policy=policy, loss="clients"),
+    "Stragglers": lambda policy: Stragglers(0.5, policy),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_wrapper_has_phases_and_monitor_of_its_policy(wrap):
+    phases = [Phase("shared", num_steps=1), Phase("local")]
+    policy = wrap(DiscreteGaussianReinforce(monitor="loss", phases=phases))
+    assert (policy.phases, policy.monitor) == (phases, "loss")
+
+
+def test_policies_with_different_monitors_raise():
+    one, other = (DiscreteGaussianReinforce(monitor=name) for name in ("a", "b"))
+    with pytest.raises(FederationError, match="one validation loss, got a and b"):
+        StagedPolicy([1], [one, other])
+    with pytest.raises(FederationError, match="one validation loss, got a and c"):
+        AdaptiveMu(policy=one, monitor="c")
+
+
+def test_stages_with_different_phases_raise():
+    with pytest.raises(FederationError, match="policies must have the same phases"):
+        StagedPolicy([1], [Schedule(), Schedule(phases=[Phase("shared")])])

@@ -151,7 +151,7 @@ def trained(fit):
     """Fit a module; returns the parameters of the one that is given as the user's."""
 
     def run(module, user, data):
-        loop = FederatedLoop(policy=Schedule(num_steps=3), csv_name=None, seed=1)
+        loop = FederatedLoop(policy=Schedule(num_steps=3), seed=1)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*trains one client after another")
             fit(module, loop, data, rounds=2)

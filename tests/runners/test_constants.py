@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
+from frozen import frozen_once
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, FedAvgM, Scaffold
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
@@ -59,16 +60,15 @@ def named(module):
 def test_large_frozen_parameters_are_constant(monkeypatch):
     module = Tuned()
     frozen = {n for n in named(module) if n.startswith("backbone")}
-    assert constant_parameters(module, None) == {}, "they are small"
-    assert set(constant_parameters(module, False)) == frozen
-    assert constant_parameters(module, True) == {}
+    assert constant_parameters(module, False) == {}, "they are small"
     monkeypatch.setattr(constants, "LARGE", 0)
-    assert set(constant_parameters(module, None)) == frozen
+    assert constant_parameters(module, True) == {}
+    assert set(constant_parameters(module, False)) == frozen
     assert set(constant_parameters(module, False, local=["backbone.0.bias"])) == frozen - {
         "backbone.0.bias"
     }
     module.requires_grad_(True).head.requires_grad_(False)
-    assert constant_parameters(module, None) == {}, "less is frozen than trained"
+    assert constant_parameters(module, False) == {}, "less is frozen than trained"
 
 
 CHANGES = {
@@ -98,7 +98,7 @@ def test_every_change_of_a_constant_is_noticed(tensor, change):
     held.note()
     held.check()
     change(parameter)
-    with pytest.raises(FederationError, match=r"Net\.other .* but it was changed.*exchange_frozen"):
+    with pytest.raises(FederationError, match=r"Net\.other .* but it was changed.* in a buffer"):
         held.check()
 
 
@@ -112,10 +112,10 @@ def tuned(fit, data):
     def run(wrap, exchange_frozen, module=None, rounds=3, ckpt_path=None, callbacks=(), **options):
         enable_checkpointing = any(isinstance(c, RoundCheckpoint) for c in callbacks)
         module = Tuned() if module is None else module
-        options = {"policy": Schedule(num_steps=3), "seed": 1, "csv_name": None} | options
-        loop = FederatedLoop(exchange_frozen=exchange_frozen, **options)
+        loop = FederatedLoop(**{"policy": Schedule(num_steps=3), "seed": 1} | options)
         keep = {"callbacks": callbacks, "enable_checkpointing": enable_checkpointing}
-        fit(wrap(module), loop, data(), rounds=rounds, ckpt_path=ckpt_path, **keep)
+        with frozen_once(not exchange_frozen):
+            fit(wrap(module), loop, data(), rounds=rounds, ckpt_path=ckpt_path, **keep)
         return module, loop
 
     return run
@@ -208,12 +208,13 @@ def test_evaluation_of_personal_models_shares_them(tuned, wrap, fit, data):
     for exchange_frozen in (True, False):
         module = Tuned()
         module.federated_local_parameters = ["head.bias"]
-        loop = FederatedLoop(seed=1, exchange_frozen=exchange_frozen)
+        loop = FederatedLoop(seed=1)
         personal = PersonalizedEvaluation(
             metric=lambda m, batch: (m.head(m.backbone(batch[0])).argmax(1) == batch[1]).float(),
             steps=2,
         )
-        fit(wrap(module), loop, data(local_test_size=0.3), rounds=2, callbacks=[personal])
+        with frozen_once(not exchange_frozen):
+            fit(wrap(module), loop, data(local_test_size=0.3), rounds=2, callbacks=[personal])
         scores.append(personal.rows)
     assert scores[0]
     assert scores[0] == scores[1]
@@ -275,9 +276,10 @@ def test_a_callback_that_unfreezes_layers_exchanges_them(fit, data):
         def configure_optimizers(self):
             return torch.optim.SGD(self.head.parameters(), lr=0.1)
 
-    module, loop = Owner(), FederatedLoop(seed=1, exchange_frozen=False)
+    module, loop = Owner(), FederatedLoop(seed=1)
     thaw = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
-    fit(module, loop, data(), rounds=3, callbacks=[thaw])
+    with frozen_once():
+        fit(module, loop, data(), rounds=3, callbacks=[thaw])
     assert not torch.equal(module.backbone[0].weight, Tuned().backbone[0].weight)
 
 
@@ -285,10 +287,6 @@ def test_matching_needs_the_updates_of_all_parameters(fit, data):
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     net[0].requires_grad_(False)
     module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-    with pytest.raises(FederationError, match=r"PFNM requires the updates of all parameters"):
-        fit(module, FederatedLoop(PFNM(), exchange_frozen=False, seed=1), data(), rounds=1)
-
-
-def test_exchange_frozen_is_checked():
-    with pytest.raises(FederationError, match="exchange_frozen must be true or false, or None"):
-        FederatedLoop(exchange_frozen="some")
+    refused = pytest.raises(FederationError, match="PFNM requires the updates of all parameters")
+    with frozen_once(), refused:
+        fit(module, FederatedLoop(PFNM(), seed=1), data(), rounds=1)

@@ -10,26 +10,23 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_fl.runners.local_step import LocalStep
+from lightning_fl.runners.step_module import StepModule
 
 
-class Module(L.LightningModule):
+class Module(StepModule):
     """It uses everything that a step may use."""
 
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.federated_global_parameters, self.federated_sample_weight, self.notes = {}, None, []
+        self.federated_global_parameters, self._sample_weight, self.notes = {}, None, []
         self.metric = MeanMetric()
 
     def training_step(self, batch, batch_idx):
         self.seen = self.seen + 1
         losses = F.cross_entropy(self.net(batch["x"]), batch["y"], reduction="none")
-        loss = (
-            losses.mean()
-            if self.federated_sample_weight is None
-            else losses @ self.federated_sample_weight
-        )
+        loss = losses.mean() if self._sample_weight is None else losses @ self._sample_weight
         if self.federated_global_parameters:
             loss = (
                 loss
@@ -39,10 +36,10 @@ class Module(L.LightningModule):
             )
         self.log("loss", loss, on_epoch=True)
         self.log("two", 2.0)
-        self.federated_record(loss, len(losses))
+        self._record(loss, len(losses))
         return {"loss": loss, "extra": 1}
 
-    def federated_record(self, loss, count):
+    def _record(self, loss, count):
         self.notes.append((loss, count))
 
 
@@ -88,7 +85,7 @@ def as_it_is(module, tensors):
     params, buffers, fixed, batch, weight = tensors
     copied = copy.deepcopy(module)
     copied.load_state_dict({**params, **buffers})
-    copied.federated_global_parameters, copied.federated_sample_weight, copied.log = (
+    copied.federated_global_parameters, copied._sample_weight, copied.log = (
         fixed,
         weight,
         lambda *a, **k: None,
@@ -144,7 +141,7 @@ def test_nothing_of_it_stays(module, k, error):
     assert all(torch.equal(module.state_dict()[name], state[name]) for name in state)
     assert vars(module).keys() == attributes.keys()
     assert module.federated_global_parameters == {}
-    assert module.federated_sample_weight is None
+    assert module._sample_weight is None
     assert module.notes == []
     assert module.log == attributes.get("log", module.log)
     assert all(p is parameters[n] for n, p in module.named_parameters())
@@ -159,7 +156,7 @@ def test_a_module_without_such_attributes_does_not_get_them(module):
             self.net = nn.Linear(4, 3)
 
         def training_step(self, batch, batch_idx):
-            assert not {"federated_sample_weight", "federated_record"} & vars(self).keys()
+            assert not {"_sample_weight", "_record"} & vars(self).keys()
             return F.cross_entropy(self.net(batch["x"]), batch["y"])
 
     plain = Plain().double()

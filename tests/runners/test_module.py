@@ -588,14 +588,6 @@ def test_a_round_in_which_everyone_diverges_keeps_the_model(train, tiny, flat, r
     assert [row["dropped"] for row in loop.rows] == [7, 7]
 
 
-def test_on_client_error_raise_names_the_client(train, tiny, ragged):
-    federated = ragged()
-    federated.setup("fit")
-    federated.train.tensors[0][federated.parts[5]] = torch.nan
-    with pytest.raises(FederationError, match=r"no usable update of client 5 \(non-finite"):
-        train(tiny(), 3, datamodule=federated, federation={"on_client_error": "raise"})
-
-
 # --- random layers --------------------------------------------------------------------------------
 
 

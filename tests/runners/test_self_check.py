@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import self_check
+from recorded import steps_by_lightning
 
 
 class Helper:
@@ -89,11 +90,11 @@ def warns():
     return pytest.warns(UserWarning, match="training of the first client changes a step of the s")
 
 
-@pytest.mark.parametrize("lean_steps", [True, False])
+@pytest.mark.parametrize("steps", [nullcontext, steps_by_lightning])
 @pytest.mark.parametrize("name", CARRIED)
-def test_what_a_client_leaves_to_the_next_is_warned_of(train, stateful, name, lean_steps):
-    with warns():
-        train(stateful(CARRIED[name]), rounds=2, federation={"lean_steps": lean_steps})
+def test_what_a_client_leaves_to_the_next_is_warned_of(train, stateful, name, steps):
+    with warns(), steps():
+        train(stateful(CARRIED[name]), rounds=2)
 
 
 @pytest.mark.parametrize("name", CARRIED)

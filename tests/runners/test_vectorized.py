@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_fl import ClientModule
 from lightning_fl.policies import Schedule
+from lightning_fl.runners.step_module import StepModule
 from lightning_fl.types import FederationError
 from linear import Linear
 
@@ -166,13 +167,13 @@ class Teacher(Linear):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-class Weighs:
+class Weighs(StepModule):
     """Knows weights, so that it is asked whether it mixes samples."""
 
-    federated_knows_weights, federated_sample_weight = True, None
+    _knows_weights, _sample_weight = True, None
 
     def training_step(self, batch, batch_idx):
-        losses, weight = self.losses(batch), self.federated_sample_weight
+        losses, weight = self.losses(batch), self._sample_weight
         return losses.mean() if weight is None else losses @ weight
 
 
