@@ -5,12 +5,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_fl.runners import (
-    SequentialRunner,
-    TensorList,
-    VectorizedClients,
-    client_runner,
-)
+from lightning_fl.runners import SequentialRunner, TensorList, VectorizedClients, client_runner
 from lightning_fl.runners.vectorized import VectorizedRunner
 from lightning_fl.types import FederationError, ServerState
 
@@ -25,6 +20,7 @@ class Mixed(LightningModule):
         self.register_buffer("mean", torch.tensor([6.0]))
         self.register_buffer("count", torch.tensor(7))
         self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("absent", None)
         self.configure_optimizers = lambda: kind(self.parameters(), **{"lr": 0.1} | options)
 
 

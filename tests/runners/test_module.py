@@ -560,6 +560,7 @@ def test_a_checkpoint_is_the_modules(train, tmp_path):
     module = Saved(width=2).double()
     group_size = VectorizedClients(module)
     assert group_size.hparams is module.hparams
+    assert group_size.hparams_initial == module.hparams_initial
     keep = RoundCheckpoint(str(tmp_path / "c"))
     train(module, 3, callbacks=[keep], enable_checkpointing=True)
     path = tmp_path / "c" / "last.ckpt"

@@ -209,6 +209,13 @@ def test_what_is_set_between_rounds_stays_and_what_a_step_changes_goes_back():
     assert optimizer.note == "by a callback"
 
 
+def test_a_state_of_none_is_not_kept():
+    learner = hidden.state_of(hidden.Counting)
+    param, *_ = learner.optimizer.param_groups[0]["params"]
+    learner.optimizer.state[param]["momentum_buffer"] = None
+    assert learner.rows() == {}
+
+
 def test_a_client_that_makes_no_step_leaves_nothing_to_the_next():
     learner = hidden.state_of(hidden.Counting)
     learner.reset()

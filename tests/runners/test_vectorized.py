@@ -135,8 +135,10 @@ class Teacher(Linear):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-def test_writes_to_frozen_parameters_are_kept_in_padded_batches(agree, tiny):
-    agree(lambda: tiny(Teacher), group_size=(7, "auto"))
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_writes_to_frozen_parameters_are_kept_in_ragged_batches(agree, tiny, is_padded):
+    kind = type("Own", (Teacher,), {"federated_knows_weights": is_padded})
+    agree(lambda: tiny(kind), group_size=(7, "auto"))
 
 
 class Forked(Linear):
