@@ -1,6 +1,5 @@
 """Federations of which some run vectorized and one in the module itself."""
 
-import warnings
 from itertools import product
 
 import lightning as L
@@ -11,7 +10,7 @@ from torch import nn
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import Dirichlet
-from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import VectorizedClients
 
 
@@ -72,7 +71,7 @@ def tiny():
         torch.manual_seed(0)
         return kind(*args, **options).double()
 
-    make.kind = Tiny
+    make.kind, make.net = Tiny, two_layers
     return make
 
 
@@ -144,17 +143,3 @@ def agree(train, flat, ragged):
         return expected
 
     return check
-
-
-@pytest.fixture
-def trained(fit):
-    """Fit a module; returns the parameters of the one that is given as the user's."""
-
-    def run(module, user, data):
-        loop = FederatedLoop(policy=Schedule(num_steps=3), seed=1)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*trains one client after another")
-            fit(module, loop, data, rounds=2)
-        return torch.nn.utils.parameters_to_vector(user.parameters()).detach()
-
-    return run

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_fl.runners import TensorList, VectorizedClients, client_runner
+from lightning_fl.runners import SequentialRunner, TensorList, VectorizedClients, client_runner
 from lightning_fl.runners.vectorized import VectorizedRunner
 from lightning_fl.types import FederationError, ServerState
 
@@ -20,6 +20,7 @@ class Mixed(LightningModule):
         self.register_buffer("mean", torch.tensor([6.0]))
         self.register_buffer("count", torch.tensor(7))
         self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("absent", None)
         self.configure_optimizers = lambda: kind(self.parameters(), **{"lr": 0.1} | options)
 
 
@@ -193,14 +194,6 @@ def test_a_client_returns_how_far_it_moved(runner, kind, delta, counters):
     assert start.vector.tolist() == [[1, 2, 3, 4, 5, 6]]
 
 
-def test_a_buffer_that_stays_infinite_has_not_moved(runner):
-    module = Mixed()
-    module.mean.fill_(-torch.inf)
-    made = runner(module)
-    start = load(made)
-    assert made.collect(start)[0].tolist() == [[0] * 6]
-
-
 # --- the learning rate ----------------------------------------------------------------------------
 
 
@@ -213,43 +206,6 @@ def test_a_clients_learning_rate_holds_inside_the_step_only(runner):
     start = load(made, lr=0.1)
     step(made)
     assert ends(made, start)[4] == pytest.approx(start.vector[0, 4].item() - 0.1)
-
-
-def two_groups(module):
-    groups = [{"params": [module.weight], "lr": 0.2}, {"params": [module.bias], "lr": 0.8}]
-    return torch.optim.SGD(groups)
-
-
-def test_other_groups_keep_their_ratio_to_the_first(runner):
-    module = Mixed()
-    module.configure_optimizers = lambda: two_groups(module)
-    made = runner(module)
-    start = load(made, lr=0.1)
-    step(made)
-    assert ends(made, start)[0] == pytest.approx(1 - 0.1)
-    assert ends(made, start)[4] == pytest.approx(5 - 0.4)
-    assert [group["lr"] for group in made.optimizer.param_groups] == [0.2, 0.8]
-
-
-def test_a_scheduler_stays_in_force(runner):
-    module = Mixed()
-    optimizer = module.configure_optimizers
-    kept = []
-
-    def configure():
-        # It begins at half of the rate and ends at the whole.
-        kept.append(torch.optim.lr_scheduler.LinearLR(made := optimizer(), 0.5, total_iters=1))
-        return made
-
-    module.configure_optimizers = configure
-    made = runner(module)
-    assert made.base_lr == 0.1
-    start = load(made, lr=0.2)
-    step(made)
-    kept[0].step()
-    step(made)
-    assert ends(made, start)[4] == pytest.approx(5 - 0.1 - 0.2)
-    assert made.optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_no_learning_rate_can_have_no_ratio(runner):
@@ -277,7 +233,7 @@ def test_a_client_keeps_nothing_by_default(runner):
     assert made.rows() == [{}]
 
 
-def test_a_client_finds_its_buffers_again(runner):
+def test_a_client_starts_from_its_local_buffers(runner):
     made = runner(buffers="local")
     load(made)
     buffers(made)["mean"] += 10
@@ -316,3 +272,16 @@ def keep_and_go_on(runner, kind, **options):
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.5, "nesterov": True}])
 def test_a_client_goes_on_with_its_momentum(runner, options):
     keep_and_go_on(runner, torch.optim.SGD, **options)
+
+
+def test_a_module_has_what_its_client_started_from_until_the_fit_ends():
+    module = Mixed()
+    module.federated_global_parameters = {}
+    made = client_runner(module, "average", module.configure_optimizers(), False)
+    assert type(made) is SequentialRunner
+    load(made)
+    step(made)
+    assert module.federated_global_parameters["bias"].item() == 5
+    assert module.bias.item() != 5
+    made.close()
+    assert module.federated_global_parameters == {}

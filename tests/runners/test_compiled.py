@@ -114,22 +114,6 @@ def test_compiling_must_pay():
     assert not compiling_pays(1e10, 1000, "cuda")
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["plain", "nesterov"])
-def test_compiled_it_is_the_same(ready, name):
-    local, params, optimizer, batch = ready(**SGD[name])
-    expected_local, expected, expected_optimizer, _ = ready(**SGD[name])
-    graphs = Graphs(local, optimizer)
-    graphs.shapes["a shape"] = True
-    assert graphs.step("a shape", True, params, arguments(batch)) is not None
-    groups = sgd_groups(expected_optimizer, expected)
-    with torch.no_grad():
-        sgd_step(expected_local, expected, groups, **arguments(batch))
-    for key, param in params.items():
-        torch.testing.assert_close(param, expected[key], rtol=0, atol=1e-12)
-
-
 # --- what a graph takes for constant --------------------------------------------------------------
 
 
@@ -216,21 +200,3 @@ def test_a_step_is_compiled_as_a_whole():
 
 
 LABELS = torch.tensor([[0, 1, 1, 0]])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
-@pytest.mark.parametrize("name", ["plain", "nesterov"])
-def test_on_a_gpu_it_is_the_same(ready, name):
-    local, params, optimizer, batch = ready(**SGD[name])
-    expected_local, expected, expected_optimizer, _ = ready(**SGD[name])
-    move = lambda t: t.cuda()  # noqa: E731
-    local.module.cuda(), expected_local.module.cuda()
-    for each, trained in ((params, optimizer), (expected, expected_optimizer)):
-        for param in each.values():
-            param.data, param.grad = move(param.data), None
-            for key, value in trained.state[param].items():
-                trained.state[param][key] = move(value) if value is not None else None
-    graphs, samples = Graphs(local, optimizer), tuple(map(move, batch))
-    train_both(graphs, params, samples, expected_local, expected, expected_optimizer, steps=4)
-    for key, param in params.items():
-        torch.testing.assert_close(param, expected[key], rtol=0, atol=1e-10)

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedNova
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.objectives import EntropyRegularizer, Proximal, WeightDivergence
 from lightning_fl.objectives.terms import settable
 from lightning_fl.policies import (
@@ -15,11 +15,10 @@ from lightning_fl.policies import (
     HyperparameterPolicy,
     PersonalizedPolicyGradient,
     Schedule,
-    StagedPolicy,
-    Stragglers,
 )
 from lightning_fl.types import FederationError
 from two_classes import samples
+from written_plainly import Noted, loss_and_gradient, vector
 
 
 def module(*terms):
@@ -28,10 +27,6 @@ def module(*terms):
     return ClientModule(
         torch.nn.Linear(4, 2), terms, optimizer=lambda p: torch.optim.SGD(p, lr=0.2)
     ).double()
-
-
-def vector(made):
-    return torch.cat([p.detach().flatten() for p in made.parameters()])
 
 
 class Each(HyperparameterPolicy):
@@ -43,7 +38,7 @@ class Each(HyperparameterPolicy):
 
     def sample(self, round, clients):
         mu = self.scale * ((clients + round) % 4).double()
-        return {"num_steps": 2 + clients % 3, "lr": 0.1 + 0.02 * clients, self.name: mu}
+        return {"num_steps": 2 + clients % 3, "lr": 0.1 + 0.02 * clients.double(), self.name: mu}
 
 
 class Foreign(LightningModule):
@@ -81,49 +76,22 @@ def train(fit):
     return train
 
 
-def plainly(plans, clients_batches, numbers, data):
-    """FedAvg with a proximal term, written plainly; ``numbers`` is each client's mu per round."""
-    net = module().net
-    x = vector(net)
-    for plan, batches, given in zip(plans, clients_batches, numbers, strict=True):
-        moves, sizes = [], []
-        for row, k in enumerate(plan.clients.tolist()):
-            y = x.clone()
-            for inputs, labels in batches[k]:
-                torch.nn.utils.vector_to_parameters(y, net.parameters())
-                loss = F.cross_entropy(net(inputs), labels)
-                grads = torch.autograd.grad(loss, list(net.parameters()))
-                gradient = torch.cat([g.flatten() for g in grads]) + given[k] * (y - x)
-                y = y - float(plan.lr[row]) * gradient
-            moves.append(y - x)
-            sizes.append(len(data.parts[k]))
-        weights = torch.tensor(sizes, dtype=torch.float64)
-        x = x + weights @ torch.stack(moves) / weights.sum()
-    return x
-
-
-class Noted(FederatedLoop):
-    """Notes the plans, and the batches that each client trains on."""
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        super().on_train_epoch_start(trainer, pl_module)
-        vars(self).setdefault("plans", []).append(self.plan())
-        vars(self).setdefault("batches", []).append({})
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        (row,) = self.plan().schedule[batch_idx].rows
-        self.batches[-1].setdefault(int(self.plan().clients[row]), []).append(batch)
-
-
 def test_each_client_trains_with_its_own_number(fit):
-    made, data = module(), samples()
+    made, data, means = module(), samples(), []
     loop = fit(made, Noted(policy=Each(), seed=1, clients_per_round=4), data)
-    numbers = [{k: float((k + t) % 4) for k in range(5)} for t in range(3)]
-    expected = plainly(loop.plans, loop.batches, numbers, data)
-    torch.testing.assert_close(vector(made), expected, rtol=0, atol=1e-12)
-    rounds = zip(loop.plans, numbers, strict=True)
-    means = [sum(given[int(k)] for k in plan.clients) / 4 for plan, given in rounds]
+    server = vector(module())
+    for round, clients_batches in enumerate(loop.batches):
+        numbers = {k: (k + round) % 4 for k in clients_batches}
+        means.append(sum(numbers.values()) / 4)
+        total, moved = sum(len(data.parts[k]) for k in numbers), torch.zeros_like(server)
+        for k, batches in clients_batches.items():
+            client = server.clone()
+            for batch in batches:
+                gradient = loss_and_gradient(client, *batch)[1]
+                client -= (0.1 + 0.02 * k) * (gradient + numbers[k] * (client - server))
+            moved += (client - server) * len(data.parts[k]) / total
+        server = server + moved
+    torch.testing.assert_close(vector(made), server, rtol=0, atol=1e-12)
     assert [row["mu"] for row in loop.rows] == means
     assert made.federated_hyperparameters == {"mu": None}
     assert made.terms[0].mu == 0.7
@@ -180,43 +148,6 @@ def test_every_term_may_have_its_own_number(train):
     changed, _ = train(module(*both), Schedule(0.1, 3, values=values))
     plain, _ = train(module(Proximal(0.7)), Schedule(0.1, 3))
     torch.testing.assert_close(changed, plain, rtol=0, atol=1e-13)
-
-
-GRID = {"lr": [0.1], "num_steps": [3], "mu": [0.0, 1.0, 4.0]}
-POLICIES = {
-    "reinforce": lambda: DiscreteGaussianReinforce(GRID, policy_lr=1.0),
-    "personalized": lambda: PersonalizedPolicyGradient([{"mu": 0.0}, {"mu": 4.0}], step=1.0),
-    "stragglers": lambda: Stragglers(0.5, Schedule(0.1, 3, values={"mu": 1.0})),
-    "staged": lambda: StagedPolicy([1], [Schedule(0.1, 2), Each()]),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "group_size"),
-    [("reinforce", 2), ("personalized", None), ("stragglers", None), ("staged", 2)],
-)
-def test_a_run_resumes_bit_for_bit(train, tmp_path, name, group_size):
-    def run(rounds, **options):
-        keep = RoundCheckpoint(str(tmp_path))
-        made = module()
-        wrap = (
-            (lambda m: m)
-            if group_size is None
-            else lambda m: VectorizedClients(m, group_size, compile=False)
-        )
-        found, loop = train(
-            made, POLICIES[name](), wrap, rounds, callbacks=[keep],
-            enable_checkpointing=True, num_sanity_val_steps=None, **options,
-        )  # fmt: skip
-        return found, loop.rows
-
-    whole = run(4)
-    (tmp_path / "last.ckpt").unlink()
-    run(2)
-    again = run(4, ckpt_path=str(tmp_path / "last.ckpt"))
-    assert torch.equal(whole[0], again[0])
-    assert whole[1] == again[1]
-    assert len({row.get("mu") for row in whole[1]}) > (name != "stragglers")
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,10 @@ class Module(StepModule):
     def training_step(self, batch, batch_idx):
         self.seen = self.seen + 1
         losses = F.cross_entropy(self.net(batch["x"]), batch["y"], reduction="none")
-        loss = losses.mean() if self._sample_weight is None else losses @ self._sample_weight
-        if self.federated_global_parameters:
-            loss = (
-                loss
-                + (self.net[0].weight - self.federated_global_parameters["net.0.weight"])
-                .square()
-                .sum()
-            )
+        weight, start = self._sample_weight, self.federated_global_parameters
+        loss = losses.mean() if weight is None else losses @ weight
+        if start:
+            loss = loss + (self.net[0].weight - start["net.0.weight"]).square().sum()
         self.log("loss", loss, on_epoch=True)
         self.log("two", 2.0)
         self._record(loss, len(losses))
@@ -85,18 +81,12 @@ def as_it_is(module, tensors):
     params, buffers, fixed, batch, weight = tensors
     copied = copy.deepcopy(module)
     copied.load_state_dict({**params, **buffers})
-    copied.federated_global_parameters, copied._sample_weight, copied.log = (
-        fixed,
-        weight,
-        lambda *a, **k: None,
-    )
+    copied.federated_global_parameters, copied._sample_weight = fixed, weight
+    copied.log = lambda *args, **options: None
     loss = copied.training_step(batch, 0)["loss"]
     loss.backward()
-    return (
-        loss.detach(),
-        {n: p.grad for n, p in copied.named_parameters()},
-        dict(copied.named_buffers()),
-    )
+    grads = {n: p.grad for n, p in copied.named_parameters()}
+    return loss.detach(), grads, dict(copied.named_buffers())
 
 
 CASES = [(f, w) for f in (None, "shared", "own") for w in (False, True)]

@@ -6,7 +6,6 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_fl.callbacks import FederatedLoop
@@ -97,43 +96,6 @@ def test_local_batchnorm_is_fedbn_by_hand(fit, ragged, buffers, wrap):
     assert module.steps == (0 if buffers == "server" else 6)
     # 28 + 15 shared parameters in float64, and the step counter.
     assert loop.rows[0]["bytes_up"] == loop.rows[0]["bytes_down"] == 7 * (43 + 1) * 8
-
-
-class Unsaved(Normalized):
-    """Also has a local buffer that checkpoints of Lightning leave out."""
-
-    def __init__(self, start=1.0):
-        super().__init__([*local_norm().federated_local_parameters, "offset"])
-        self.register_buffer("offset", torch.full((3,), start).double(), persistent=False)
-
-    def training_step(self, batch, batch_idx):
-        self.offset.mul_(1.5)
-        return F.cross_entropy(self.net(batch[0]) + self.offset * batch[0][:, :3], batch[1])
-
-
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@wraps
-def test_a_resumed_run_has_the_local_buffers(fit, ragged, flat, tmp_path, wrap):
-    def run(module, rounds, folder, **options):
-        loop = FederatedLoop(
-            policy=Schedule(num_steps=2), buffers="average", seed=1, clients_per_round=4
-        )
-        data = ragged(batch_size=100)
-        options |= {"rounds": rounds, "callbacks": [ModelCheckpoint(tmp_path / folder)]}
-        fit(wrap(module), loop, data, enable_checkpointing=True, **options)
-        return module, loop
-
-    whole, expected = run(Unsaved(), 3, "whole")
-    run(Unsaved(), 2, "begun")
-    changed = Unsaved(7.0)  # resuming must not take its values for the initial ones
-    with torch.no_grad():
-        changed.net[1].running_mean.fill_(9.0)
-    resumed, found = run(changed, 3, "more", ckpt_path=str(next(tmp_path.glob("begun/*"))))
-    assert torch.equal(flat(whole), flat(resumed))
-    assert torch.equal(whole.offset, resumed.offset)
-    assert list(expected.store.rows) == list(found.store.rows)
-    for client, rows in expected.store.rows.items():
-        assert all(torch.equal(row, found.store.get(client)[name]) for name, row in rows.items())
 
 
 class Tied(L.LightningModule):

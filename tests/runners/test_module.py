@@ -2,80 +2,47 @@
 
 import copy
 import functools
-from contextlib import contextmanager
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
-from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.callbacks import RoundCheckpoint
 from lightning_fl.objectives import Proximal, Term
-from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.runners.vectorized import Stacks
 from lightning_fl.types import FederationError
 from linear import Linear
 
-adam, adamw = (functools.partial(kind, lr=0.01) for kind in (torch.optim.Adam, torch.optim.AdamW))
+adam = functools.partial(torch.optim.Adam, lr=0.01)
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
 momentum = functools.partial(sgd, momentum=0.9)
-OPTIMIZERS = {
-    "sgd": sgd,
-    "momentum": momentum,
-    "nesterov": functools.partial(momentum, nesterov=True, weight_decay=0.01),
-    "dampened": functools.partial(momentum, dampening=0.5, maximize=True),
-    "adam": adam,
-    "amsgrad": functools.partial(adam, amsgrad=True, weight_decay=0.01),
-    "adamw": functools.partial(adamw, weight_decay=0.1),
-    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
-    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.01),
-}
 
 
 # --- vectorization does not change results --------------------------------------------------------
 
 
-SLOW = ("amsgrad", "adamw", "adagrad")  # the others take the same paths
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in OPTIMIZERS],
-)
-def test_optimizers(agree, tiny, optimizer):
-    group_size = (1, 3, 7) if optimizer == "momentum" else (3,)  # some, one and all of the clients
-    agree(lambda: tiny(optimizer=OPTIMIZERS[optimizer]), group_size)
-
-
-def test_an_optimiser_that_is_not_linear_in_its_rate(agree, tiny):
-    def make():
-        return tiny(optimizer=functools.partial(torch.optim.ASGD, lr=0.1, lambd=0.1))
-
-    with pytest.raises(FederationError, match="different learning rates with ASGD"):
-        agree(make)
-    agree(make, federation={"policy": Schedule(num_steps=3)})
+def test_group_size_does_not_change_results(agree, tiny):
+    agree(lambda: tiny(optimizer=momentum), (1, 3, 7))  # one, some and all of the clients
 
 
 @pytest.mark.parametrize(
     ("batch_size", "steps_per_batch"), [(4, (2, "auto")), (10, (1, 3)), (None, (2, "auto"))]
 )
-def test_steps_in_a_batch(agree, tiny, ragged, steps_per_batch, batch_size):
-    agree(
-        lambda: tiny(optimizer=momentum),
-        (3,),
-        steps_per_batch,
-        lambda: ragged(batch_size=batch_size),
-    )
+def test_steps_per_batch_do_not_change_results(agree, tiny, ragged, steps_per_batch, batch_size):
+    data = functools.partial(ragged, batch_size=batch_size)
+    agree(lambda: tiny(optimizer=momentum), (3,), steps_per_batch, data)
 
 
 @pytest.mark.parametrize(("count", "lr"), [(4, True), (3, False), (1, True)])
-def test_cohorts(agree, train, tiny, count, lr):
+def test_cohort_size_does_not_change_results(agree, train, tiny, count, lr):
     policy = train.policy(lr=lr)
     agree(
         lambda: tiny(optimizer=adam),
@@ -94,26 +61,15 @@ def test_a_client_keeps_its_momentum(agree, train, tiny, lr):
     agree(lambda: tiny(optimizer=momentum), (1, 3, 7), 2, rounds=3, federation=federation)
 
 
-@pytest.mark.parametrize(
-    "clipping",
-    [
-        {"gradient_clip_val": 0.3},
-        {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
-        {"gradient_clip_val": 100},
-    ],
-)
-def test_clipping(agree, tiny, train, flat, clipping):
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_is_per_client(agree, tiny, algorithm):
+    limit = {"norm": 0.3, "value": 0.02}[algorithm]
+    clipping = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
     agree(tiny, steps_per_batch=2, **clipping)
-    ends = []
-    for options in (clipping, {}):
-        module = tiny()
-        train(module, 3, **options)
-        ends.append(flat(module))
-    assert torch.equal(*ends) == (clipping["gradient_clip_val"] == 100)
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_schedulers(agree, tiny, interval):
+def test_schedulers_do_not_change_results(agree, tiny, interval):
     class Scheduled(tiny.kind):
         def configure_optimizers(self):
             optimizer = momentum(self.parameters())
@@ -133,7 +89,7 @@ class Norm(nn.Sequential):
 
 
 @pytest.mark.parametrize("buffers", ["average", "server", "local"])
-def test_batchnorm(agree, tiny, ragged, buffers):
+def test_buffers_of_batchnorm_are_the_clients_own(agree, tiny, ragged, buffers):
     agree(
         lambda: tiny(net=Norm),
         (1, 3),
@@ -141,22 +97,6 @@ def test_batchnorm(agree, tiny, ragged, buffers):
         datamodule=lambda: ragged(drop_last=True),
         federation={"buffers": buffers, "clients_per_round": 5},
     )
-
-
-def test_batchnorm_in_a_client_module_is_not_filled_up(agree, ragged):
-    def make():
-        torch.manual_seed(0)
-        return ClientModule(Norm(), [Proximal(0.1)], sgd).double()
-
-    agree(make, datamodule=lambda: ragged(drop_last=True, batch_size=25))
-
-
-def test_complex_parameters_in_a_client_module(agree, ragged):
-    def make():
-        torch.manual_seed(0)
-        return ClientModule(Complex(), (), sgd).double()
-
-    agree(make, (3,), datamodule=ragged)
 
 
 class Tied(nn.Sequential):
@@ -242,9 +182,9 @@ class Convolution(nn.Sequential):
 
 
 @pytest.mark.parametrize(
-    "net", [Tied, Twice, Frozen, Complex, OddComplex, Counting, Convolution, Parametrized]
+    "net", [Tied, Twice, Frozen, OddComplex, Counting, Convolution, Parametrized]
 )
-def test_nets(agree, tiny, net):
+def test_vectorized_nets_agree(agree, tiny, net):
     agree(lambda: tiny(net=net, optimizer=momentum))
 
 
@@ -258,30 +198,15 @@ def by_layer(module):
     )
 
 
-def by_dimensions(module):
-    """As transformers are trained: no weight decay for biases."""
-    return torch.optim.SGD(
-        [{"params": [p for p in module.parameters() if p.ndim > 1], "weight_decay": 0.5},
-         {"params": [p for p in module.parameters() if p.ndim <= 1]}],
-        lr=0.1,
-    )  # fmt: skip
-
-
-def made_before(module):
-    return module.made
-
-
 @pytest.mark.parametrize(
     ("configure", "options"),
     [
         (by_layer, {}),
-        (by_dimensions, {}),
-        (made_before, {}),
-        (lambda module: sgd(module.net[2].parameters()), {}),
+        (lambda module: module.made, {}),
         (lambda module: sgd(module.net[2].parameters()), {"gradient_clip_val": 0.1}),
     ],
 )
-def test_optimisers_of_some_parameters(agree, tiny, configure, options):
+def test_optimizers_of_some_parameters_agree(agree, tiny, configure, options):
     class Own(tiny.kind):
         def configure_optimizers(self):
             return configure(self)
@@ -294,20 +219,13 @@ def test_optimisers_of_some_parameters(agree, tiny, configure, options):
     agree(make, (3,), **options)
 
 
-def test_a_layer_that_is_frozen_for_a_client(agree, tiny):
-    class Freezes(tiny.kind):
-        def on_client_start(self):
-            self.net[0].requires_grad_(self.current_epoch > 0)
+@pytest.mark.parametrize("hook", ["on_client_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_layer_that_a_hook_freezes_is_not_trained(agree, tiny, hook, is_late):
+    def freeze(self):
+        self.net[0].requires_grad_((self.current_epoch > 0) != is_late)
 
-    agree(lambda: tiny(Freezes), (1, 3), rounds=3)
-
-
-def test_a_layer_that_is_frozen_in_a_later_round(agree, tiny):
-    class Freezes(tiny.kind):
-        def on_train_epoch_start(self):
-            self.net[0].requires_grad_(self.current_epoch == 0)
-
-    agree(lambda: tiny(Freezes), (3,))
+    agree(lambda: tiny(type("Freezes", (tiny.kind,), {hook: freeze})), (1, 3), rounds=3)
 
 
 class Pairs(Dataset):
@@ -325,25 +243,13 @@ class Pairs(Dataset):
         return {"x": self.x[i] + noise, "deep": [self.y[i]]}
 
 
-def test_batches_of_any_shape_and_random_transforms(agree, tiny, blobs, ragged):
+def test_batches_of_dictionaries_and_random_transforms_agree(agree, tiny, blobs, ragged):
     class OfDicts(tiny.kind):
         def training_step(self, batch, batch_idx):
             return {"loss": F.cross_entropy(self.net(batch["x"]), batch["deep"][0])}
 
-    agree(
-        lambda: tiny(OfDicts),
-        steps_per_batch=2,
-        datamodule=lambda: ragged(Pairs(blobs(180).tensors)),
-    )
-
-
-def test_what_the_trainer_knows_is_known_in_a_step(agree, tiny):
-    class Asks(tiny.kind):
-        def training_step(self, batch, batch_idx):
-            assert self.device.type == "cpu"
-            return super().training_step(batch, batch_idx) * (1 + self.current_epoch)
-
-    agree(lambda: tiny(Asks))
+    data = functools.partial(ragged, Pairs(blobs(180).tensors))
+    agree(lambda: tiny(OfDicts), steps_per_batch=2, datamodule=data)
 
 
 READS = {
@@ -396,28 +302,24 @@ class Unnamed(Short):
         return super().training_step(batch) / (1 + batch_idx)
 
 
-@pytest.mark.parametrize("kind", [Short, Named, Unnamed])
-def test_a_step_takes_the_arguments_that_lightning_gives(agree, tiny, kind):
+class OneElement(Short):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch)[None]
+
+
+@pytest.mark.parametrize("kind", [Short, Named, Unnamed, OneElement])
+def test_forms_of_training_step_agree(agree, tiny, kind):
     agree(lambda: tiny(type("Own", (kind, tiny.kind), {})), (1, 3))
-
-
-def test_a_loss_of_one_element_may_have_a_dimension(agree, tiny):
-    class Stacked(tiny.kind):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx)[None]
-
-    agree(lambda: tiny(Stacked), (1, 3))
 
 
 # --- ClientModule ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def client():
-    def make(kind=ClientModule, terms=(), optimizer=momentum):
+def client(tiny):
+    def make(kind=ClientModule, terms=(), optimizer=momentum, net=tiny.net):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        return kind(net, [term() for term in terms], optimizer).double()
+        return kind(net(), [term() for term in terms], optimizer).double()
 
     return make
 
@@ -451,18 +353,49 @@ class Confidence(Term):
         return own.outputs.square().mean()
 
 
-@pytest.mark.parametrize(
-    ("terms", "optimizer"),
-    [((), "sgd"), ((prox,), "momentum"), ((prox, Scale), "adam"), ((prox, Scale), "adamw")],
-)
-def test_the_clients_own_module(agree, client, terms, optimizer):
-    agree(lambda: client(terms=terms, optimizer=OPTIMIZERS[optimizer]), (1, 3), 2)
+class Centered(nn.Module):
+    """Takes the mean over the samples of a batch, and is no BatchNorm."""
+
+    def forward(self, x):
+        return x - x.mean(0)
 
 
-@pytest.mark.parametrize(("terms", "group_size"), [((), (3,)), ((prox,), (1, 3, 7))])
-def test_clients_that_start_from_models_of_their_own(agree, client, terms, group_size):
+def instance_norm():
+    norm = nn.InstanceNorm1d(2, track_running_stats=True)  # means over the batch
+    layers = nn.Linear(6, 4), nn.Unflatten(1, (2, 2)), norm, nn.Flatten(), nn.Linear(4, 3)
+    return nn.Sequential(*layers)
+
+
+class OwnStep(ClientModule):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def on_train_epoch_end(self):
+        pass
+
+
+#: Modules of the library; batches of those that mix samples must not be filled up.
+CLIENT_MODULES = {
+    "no term": {"optimizer": sgd},
+    "terms": {"terms": (prox, Scale), "optimizer": adam},
+    "term of the outputs": {"terms": (Confidence,)},
+    "own step": {"kind": OwnStep},
+    "complex": {"net": Complex},
+    "batch norm": {"net": Norm, "terms": (prox,)},
+    "instance norm": {"net": instance_norm},
+    "centered": {"net": lambda: nn.Sequential(nn.Linear(6, 5), Centered(), nn.Linear(5, 3))},
+}
+
+
+@pytest.mark.parametrize("options", CLIENT_MODULES.values(), ids=CLIENT_MODULES)
+def test_client_modules_agree(agree, client, ragged, options):
+    data = functools.partial(ragged, drop_last=options.get("net") is Norm, batch_size=25)
+    agree(lambda: client(**options), (1, 3, 7), 2, datamodule=data)
+
+
+def test_clients_that_start_from_models_of_their_own_agree(agree, client):
     rule = OwnStarts()
-    agree(lambda: client(terms=terms), group_size, federation={"aggregator": rule})
+    agree(lambda: client(terms=(prox,)), (1, 3, 7), federation={"aggregator": rule})
 
 
 def test_a_user_module_is_given_what_its_client_started_from(agree, tiny):
@@ -479,49 +412,17 @@ def test_a_user_module_is_given_what_its_client_started_from(agree, tiny):
     agree(lambda: tiny(Near), federation={"aggregator": OwnStarts()})
 
 
-def test_statistics_of_a_batch_do_not_see_padding_samples(agree, ragged):
-    def make():
-        torch.manual_seed(0)
-        norm = nn.InstanceNorm1d(2, track_running_stats=True)  # means over the batch
-        net = nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (2, 2)), norm, nn.Flatten())
-        return ClientModule(net.append(nn.Linear(4, 3)), (), sgd).double()
-
-    agree(make, (3,), datamodule=ragged, federation={"policy": Schedule(num_steps=4)})
-
-
-def test_a_term_of_the_data_does_not_see_padding_samples(agree, client):
-    agree(lambda: client(terms=(Confidence,)))
-
-
-def test_a_child_with_a_step_of_its_own(agree, client):
-    class Own(ClientModule):
-        def training_step(self, batch, batch_idx):
-            return F.cross_entropy(self(batch[0]), batch[1])
-
-        def on_train_epoch_end(self):
-            pass
-
-    agree(lambda: client(Own))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("own", [False, True])
-def test_compiled_vectorized_clients_do_the_same(agree, client, own):
-    rule = OwnStarts() if own else FedAvg()
-    agree(lambda: client(terms=(prox,)), (7,), 2, federation={"aggregator": rule}, compile=True)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_compiled_user_module_does_the_same(agree, tiny, ragged):
-    agree(
-        lambda: tiny(net=Norm),
-        (7,),
-        datamodule=lambda: ragged(drop_last=True),
-        gradient_clip_val=0.3,
-        compile=True,
-    )
+@pytest.mark.parametrize("kind", ["client", "own starts", "user module"])
+def test_compiled_steps_do_not_change_results(agree, client, tiny, ragged, kind):
+    if kind == "user module":
+        data, options = functools.partial(ragged, drop_last=True), {"gradient_clip_val": 0.3}
+        agree(lambda: tiny(net=Norm), (7,), 1, data, compile=True, **options)
+    else:
+        rule = OwnStarts() if kind == "own starts" else FedAvg()
+        federation = {"aggregator": rule}
+        agree(lambda: client(terms=(prox,)), (7,), 2, federation=federation, compile=True)
 
 
 # --- clients that fail ----------------------------------------------------------------------------
@@ -574,20 +475,6 @@ def test_a_padding_sample_changes_nothing(agree, tiny, client, ragged, kind):
     assert all(row["dropped"] == 0 and row[figure] < 9 for row in loop.rows)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*dropped", "ignore:.*clients returned, too few", "ignore:the global model was kept"
-)
-def test_a_round_in_which_everyone_diverges_keeps_the_model(train, tiny, flat, ragged):
-    federated = ragged()
-    federated.setup("fit")
-    federated.train.tensors[0][:] = torch.nan
-    module = tiny()
-    before = flat(module)
-    loop = train(module, 3, datamodule=federated)
-    assert torch.equal(flat(module), before)
-    assert [row["dropped"] for row in loop.rows] == [7, 7]
-
-
 # --- random layers --------------------------------------------------------------------------------
 
 
@@ -602,16 +489,6 @@ def test_one_vectorized_client_draws_what_the_module_draws(train, tiny):
     train(vectorized, 1)
     for a, b in zip(plain.parameters(), vectorized.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_vectorized_clients_draw_the_same_for_the_same_seed_and_each_its_own(train, tiny, flat):
-    ends = []
-    for seed in (0, 0, 1):
-        module = tiny(net=Random)
-        train(module, 3, federation={"seed": seed})
-        ends.append(flat(module))
-    assert torch.equal(ends[0], ends[1])
-    assert not torch.equal(ends[0], ends[2])
 
 
 def test_vectorized_clients_draw_different_numbers(train, tiny):
@@ -636,78 +513,30 @@ def test_vectorized_clients_draw_different_numbers(train, tiny):
     assert len(torch.stack(seen).unique()) == 56
 
 
-# --- resume and checkpoints -----------------------------------------------------------------------
+# --- checkpoints -------------------------------------------------------------------------------
 
 
-class StopAt(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step >= self.step:
-            raise ZeroDivisionError
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-@pytest.mark.parametrize(
-    ("setting", "optimizer", "steps_per_batch"),
-    [({}, adam, 1), ({"optimizer_state": "keep", "buffers": "local"}, momentum, 2)],
-)
-@pytest.mark.parametrize("kind", ["round", "middle"])
-def test_a_killed_run_resumes_bit_equal(
-    train, tiny, ragged, tmp_path, kind, setting, optimizer, steps_per_batch
-):
-    def net():
-        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3))
-
-    def run(**options):
-        module = tiny(net=net, optimizer=optimizer)
-        federated = ragged(drop_last=True)
-        loop = train(module, 3, steps_per_batch, federated, setting, rounds=3, **options)
-        return module.state_dict(), loop.rows, loop.store.rows
-
-    if kind == "round":
-        keep = RoundCheckpoint(str(tmp_path / "c"))
-    else:
-        keep = ModelCheckpoint(
-            str(tmp_path / "c"), "last", every_n_train_steps=1, enable_version_counter=False
-        )
-    expected, rows, kept = run()
-    path = tmp_path / "c" / "last.ckpt"
-    # Some 3 groups of 3 steps a round.
-    with pytest.raises(ZeroDivisionError):
-        run(callbacks=[keep, StopAt(14 // steps_per_batch)], enable_checkpointing=True)
-    assert torch.load(path, weights_only=True)["state_dict"].keys() == expected.keys()
-    found, again, stored = run(callbacks=[keep], enable_checkpointing=True, ckpt_path=str(path))
-    assert again == rows
-    assert stored.keys() == kept.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("group_size", [(None, 3), (3, None), (2, 7)])
-def test_a_checkpoint_resumes_with_another_group_size(train, tiny, flat, tmp_path, group_size):
+@pytest.mark.parametrize(("first", "second"), [(None, 3), (3, None), (2, 7)])
+def test_a_checkpoint_resumes_with_another_group_size(train, tiny, flat, tmp_path, first, second):
     whole, begun, resumed = tiny(), tiny(), tiny()
-    expected = train(whole, rounds=2).rows
-    keep = RoundCheckpoint(str(tmp_path / "c"))
-    train(begun, group_size[0], rounds=1, callbacks=[keep], enable_checkpointing=True)
-    path = str(tmp_path / "c" / "last.ckpt")
-    loop = train(
-        resumed,
-        group_size[1],
-        rounds=2,
-        callbacks=[keep],
-        enable_checkpointing=True,
-        ckpt_path=path,
-    )
+    expected = train(whole).rows
+    options = {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
+    train(begun, first, rounds=1, **options)
+    loop = train(resumed, second, ckpt_path=str(tmp_path / "last.ckpt"), **options)
     torch.testing.assert_close(flat(resumed), flat(whole), atol=1e-12, rtol=0)
     assert [row["round"] for row in loop.rows] == [row["round"] for row in expected]
 
 
-def test_a_stop_in_mid_round_leaves_the_server_model(train, tiny, flat):
+def test_a_fit_that_fails_in_mid_round_leaves_the_server_model(train, tiny, flat):
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.current_epoch == 1 and trainer.global_step > 10:
+                raise ZeroDivisionError
+
     whole, stopped = tiny(), tiny()
     train(whole, 3, rounds=1)
     with pytest.raises(ZeroDivisionError):
-        train(stopped, 3, rounds=2, callbacks=[StopAt(11)])
+        train(stopped, 3, rounds=2, callbacks=[Fails()])
     assert torch.equal(flat(stopped), flat(whole))
 
 
@@ -731,6 +560,7 @@ def test_a_checkpoint_is_the_modules(train, tmp_path):
     module = Saved(width=2).double()
     group_size = VectorizedClients(module)
     assert group_size.hparams is module.hparams
+    assert group_size.hparams_initial == module.hparams_initial
     keep = RoundCheckpoint(str(tmp_path / "c"))
     train(module, 3, callbacks=[keep], enable_checkpointing=True)
     path = tmp_path / "c" / "last.ckpt"
@@ -744,15 +574,6 @@ def test_a_checkpoint_is_the_modules(train, tmp_path):
     fresh = VectorizedClients(Saved(width=2).double())
     fresh.load_state_dict(saved["state_dict"])
     assert torch.equal(fresh.module.net[0].weight, module.net[0].weight)
-
-
-@pytest.mark.filterwarnings("ignore:You passed.*val_dataloader|.*validation_step")
-def test_loggers_get_the_modules_hyper_parameters(train, tmp_path):
-    logger = L.pytorch.loggers.CSVLogger(tmp_path)
-    train(Saved(width=2).double(), 3, logger=logger)
-    logged = logger.experiment.hparams
-    assert {name: logged[name] for name in ("width", "lr")} == {"width": 2, "lr": 0.1}
-    assert logged["aggregator"] == "FedAvg"
 
 
 # --- after training -------------------------------------------------------------------------------
@@ -834,129 +655,43 @@ def test_vectorized_clients_without_a_loop_are_refused(trainer, tiny, data, fit,
         trainer(False, log_every_n_steps=1).fit(group_size, datamodule=data())
 
 
-@pytest.mark.parametrize("group_size", [1, 3])
-def test_fast_dev_run_is_one_tiny_round(train, tiny, group_size):
-    loop = train(tiny(), group_size, fast_dev_run=5)
-    assert [row["clients"] for row in loop.rows] == [5]
-
-
 # --- where samples come from ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [10, None])
-def test_local_steps_are_fetched_one_at_a_time_or_together(trained, tiny, ragged, batch_size):
+COLLATE = {"collate_fn": lambda samples: torch.utils.data.default_collate(samples)}
+
+
+@pytest.mark.parametrize(
+    "options", [COLLATE, {"num_workers": 2}, COLLATE | {"batch_size": None}], ids=str
+)
+def test_steps_fetched_together_are_those_fetched_singly(train, tiny, flat, options, ragged):
     ends, fetched = [], []
-    for collate in (None, lambda samples: torch.utils.data.default_collate(samples)):
-        module, data = tiny(), ragged(batch_size=batch_size, collate_fn=collate)
-        ends.append(trained(VectorizedClients(module, 3), module, data))
+    for given in ({n: v for n, v in options.items() if n == "batch_size"}, options):
+        data = ragged(**given)
+        train(module := tiny(), 3, datamodule=data)
+        ends.append(flat(module))
         fetched.append(data.can_fetch_steps)
     assert torch.equal(*ends)
     assert fetched == [True, False]
 
 
-def test_what_a_data_module_does_on_the_device_it_does_for_each_local_step(trained, tiny, blobs):
-    class Doubled(FederatedDataModule):
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            return 2 * batch[0], batch[1]
-
-    train = blobs(120)
-    twice = TensorDataset(2 * train.tensors[0], train.tensors[1])
-    options = {"num_clients": 4, "batch_size": 8, "val_size": 12, "seed": 1}
-    ends = []
-    for data in (Doubled(train, **options), FederatedDataModule(twice, **options)):
-        module = tiny()
-        ends.append(trained(VectorizedClients(module, 2), module, data))
-    assert torch.equal(*ends)
-
-
-def test_a_module_that_keeps_its_samples_keeps_them_as_they_were(trained, tiny, ragged):
+@pytest.mark.filterwarnings("ignore:.*trains one client after another")
+def test_samples_that_a_module_keeps_do_not_change(train, tiny):
     class Keeps(tiny.kind):
-        def __init__(self, **options):
-            super().__init__(**options)
-            self.kept = []
+        kept = ()
 
         def training_step(self, batch, batch_idx):
             if batch[0].sum().item() is not None:  # which cannot be mapped
-                self.kept.append((batch[0], batch[0].clone()))
+                self.kept += ((batch[0], batch[0].clone()),)
             return super().training_step(batch, batch_idx)
 
     module = tiny(Keeps)
-    trained(VectorizedClients(module, 3), module, ragged())
+    train(module, 3)
     assert len(module.kept) > 20
     assert all(torch.equal(kept, copied) for kept, copied in module.kept)
 
 
-def test_loader_workers_load_the_same_samples_for_vectorized_clients(trained, tiny, ragged):
-    ends, fetched = [], []
-    for workers in (0, 2):
-        module, data = tiny(), ragged(num_workers=workers)
-        ends.append(trained(VectorizedClients(module, 3), module, data))
-        fetched.append(data.can_fetch_steps)
-    assert torch.equal(*ends)
-    assert fetched == [True, False]
-
-
 # --- modules that do unusual things ---------------------------------------------------------------
-
-
-class OwnNames(Linear):
-    """Has attributes of its own with names that the library once used, each of another type."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("sample_weight", torch.tensor([1.0, 5.0, 0.2]))
-        self.fixed = nn.Linear(6, 3)
-        self.losses = nn.ModuleList([nn.CrossEntropyLoss()])
-        self.local_parameters = 0.5
-        self.knows_weights = True
-
-    def record(self, loss, factor):
-        return loss * factor
-
-    def training_step(self, batch, _):
-        outputs = self.net(batch[0]) + self.fixed(batch[0])
-        loss = F.cross_entropy(outputs, batch[1], weight=self.sample_weight)
-        return self.record(loss + self.losses[0](outputs, batch[1]), self.local_parameters)
-
-
-class OwnDictionary(Linear):
-    """Has the same loss, and names with values that the library would take for its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.fixed, self.sample_weight, self.losses = {"scale": 2.0}, None, []
-        self.knows_weights, self.local_parameters = True, 0.5
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx) * self.fixed["scale"]
-        return self.record(loss, self.local_parameters)
-
-    def record(self, loss, factor):
-        return loss * factor if self.sample_weight is None else loss
-
-
-@pytest.mark.parametrize("kind", [OwnNames, OwnDictionary])
-def test_a_modules_own_names_are_its_own(agree, tiny, ragged, kind):
-    modules = []
-
-    def make():
-        modules.append(tiny(kind))
-        return modules[-1]
-
-    agree(make, group_size=(4,), datamodule=ragged)
-    for module in modules:
-        assert module.local_parameters == 0.5
-        if kind is OwnDictionary:
-            assert (module.fixed, module.sample_weight, module.losses) == ({"scale": 2.0}, None, [])
-
-
-@pytest.mark.parametrize("group_size", [None, 4])
-def test_a_modules_own_names_change_nothing(train, tiny, flat, group_size):
-    found = []
-    for kind in (OwnDictionary, Linear):
-        train(module := tiny(kind), group_size)
-        found.append(flat(module))
-    torch.testing.assert_close(*found, atol=1e-14, rtol=0)
 
 
 class Unfreezes(Callback):
@@ -1011,45 +746,29 @@ def test_sparse_gradients_and_integer_parameters(agree, tiny, sparse, momentum):
 
 
 @pytest.mark.parametrize("uses", [None, "term", "subclass"])
-def test_client_hooks_of_terms_run_for_each_client_only_if_one_uses_them(fit, data, uses):
-    calls = []
+def test_client_hooks_of_terms_run_for_each_client_only_if_one_uses_them(
+    train, client, uses, monkeypatch
+):
+    calls, rows, stacked = [], [], Stacks.client
 
     class Marks(Proximal):
         def on_client_end(self, module):
-            calls.append(module.net.weight.detach().clone())
+            calls.append(module.net[0].weight)
 
     class Module(ClientModule):
         def on_client_start(self):
             super().on_client_start()
-            calls.append(self.net.weight.detach().clone())
+            calls.append(self.net[0].weight)
 
-    made = []
+    def client_of(self, row):
+        rows.append(row)
+        return stacked(self, row)
 
-    class Watched(VectorizedClients):
-        def _call_for_each(self, name):
-            with watched_clients(self.runner.stacks, made):
-                super()._call_for_each(name)
-
+    monkeypatch.setattr(Stacks, "client", client_of)
     kind = Module if uses == "subclass" else ClientModule
-    term = Marks(0.1) if uses == "term" else Proximal(0.1)
-    module = kind(torch.nn.Linear(6, 3), [term], optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    options = {"policy": Schedule(num_steps=2), "buffers": "average", "seed": 1}
-    loop = FederatedLoop(**options, check=False)  # which calls hooks of copies
-    fit(Watched(module.double(), group_size=4, compile=False), loop, data(num_clients=4), rounds=1)
-    assert len(calls) == (0 if uses is None else 4)
-    assert made == ([] if uses is None else list(range(4)))
+    term = functools.partial(Marks if uses == "term" else Proximal, 0.1)
+    module = client(kind, [term])
+    train(module, 7, rounds=1, federation={"check": False})  # which calls hooks of copies
+    assert len(calls) == (0 if uses is None else 7)
+    assert rows == ([] if uses is None else list(range(7)))
     assert module.trainer.callback_metrics["train_loss"] > 0
-
-
-@contextmanager
-def watched_clients(stacks, made):
-    """Note the rows whose tensors are put into the module."""
-    client = stacks.client
-
-    def watched(row):
-        made.append(row)
-        return client(row)
-
-    stacks.client = watched
-    yield
-    del stacks.client

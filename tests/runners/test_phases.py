@@ -198,28 +198,6 @@ def test_fedbabu_never_moves_the_head(run, size):
     assert exchanged.rows[0]["bytes_up"] == loop.rows[0]["bytes_up"] == 5 * 28 * 8
 
 
-@pytest.mark.parametrize("size", [None, 3])
-def test_a_resumed_run_is_the_same(run, tmp_path, size):
-    """A round was interrupted between two phases of a client."""
-
-    class Killed(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if trainer.current_epoch == 1 and batch_idx == 3:
-                trainer.save_checkpoint(tmp_path / "a.ckpt")
-                raise RuntimeError("killed")
-
-    options = {"rounds": 3, "optimizer_state": "keep", "clients_per_round": 3}
-    whole = run(FEDREP, size, **options)
-    with pytest.raises(RuntimeError, match="killed"):
-        run(FEDREP, size, callbacks=[Killed()], **options)
-    resumed = run(FEDREP, size, ckpt_path=str(tmp_path / "a.ckpt"), **options)
-    close(whole, resumed)
-    for name, value in whole[0].state_dict().items():
-        assert torch.equal(resumed[0].state_dict()[name], value)
-    with pytest.warns(UserWarning, match="resuming .* with other options: .*; phases is"):
-        run([], size, ckpt_path=str(tmp_path / "a.ckpt"), **options)
-
-
 REFUSED = {
     "an amount in all": ([Phase("local", num_steps=1)], {}, "got 0 phases without num_steps"),
     "two without": ([Phase("local"), Phase("shared")], {}, "got 2 phases without num_steps"),

@@ -1,8 +1,5 @@
 """Batches of every kind: each client trains on what it would get by itself."""
 
-from collections import UserDict
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,6 +43,18 @@ def of_time_major(batch):
     return x.squeeze(-1).T, y
 
 
+def padded(samples):
+    """Pad to the longest of a batch, as a tokenizer does."""
+    x, y = time_major(samples)
+    return x[: 3 + int(y.max())].contiguous(), y
+
+
+def of_padded(batch):
+    """Read features of which the loss shows the padding."""
+    x, y = batch
+    return F.pad(x.squeeze(-1).T, (0, 6 - len(x)), value=1 / len(x)), y
+
+
 def with_mask(samples):
     return (*together(samples), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).double())
 
@@ -59,19 +68,6 @@ def of_mask(batch):
 def centered(samples):
     x, y = together(samples)
     return x - x.mean(0), y
-
-
-class Encoding(UserDict):
-    """As the batches of a tokenizer."""
-
-    def to(self, device):
-        return self
-
-
-@dataclass
-class Named:
-    x: torch.Tensor
-    y: torch.Tensor
 
 
 class Graphs:
@@ -119,17 +115,13 @@ MAPPED = {
     "time in front": (time_major, of_time_major),
     "a mask of all samples": (with_mask, of_mask),
     "centered": (centered, lambda batch: batch),
+    "padded to the longest": (padded, of_padded),
     "tensors of several lengths": (
         lambda s: ([x[: 2 + int(y)] for x, y in s], together(s)[1]),
         lambda b: (torch.stack([F.pad(x, (0, 6 - len(x))) for x in b[0]]), b[1]),
     ),
 }
 ALONE = {
-    "encoding": (
-        lambda s: Encoding(zip("xy", together(s), strict=True)),
-        lambda b: (b["x"], b["y"]),
-    ),
-    "dataclass": (lambda s: Named(*together(s)), lambda b: (b.x, b.y)),
     "graphs": (lambda s: Graphs(*together(s)), lambda b: (b.x, b.y)),
     "words": (words, of_words),
     "offsets": (offsets, of_offsets),
@@ -165,21 +157,6 @@ def test_batches_that_cannot_be_mapped_train_one_client_after_another(agree, tin
     assert sum("one client after another" in str(each.message) for each in said) == 1
 
 
-def test_the_lengths_of_sequences_may_differ_between_clients(agree, tiny, ragged):
-    """Padded to the longest of each batch, as by a tokenizer: the loss looks at the padding."""
-
-    def padded(samples):
-        x, y = together(samples)
-        length = 3 + int(y.max())
-        return x.T[:length, :, None].contiguous(), y
-
-    def read(batch):
-        x, y = batch
-        return F.pad(x.squeeze(-1).T, (0, 6 - len(x)), value=1 / len(x)), y
-
-    agree(lambda: tiny(Reader, read), datamodule=lambda: ragged(collate_fn=padded))
-
-
 class Whitened(FederatedDataModule):
     """Changes a batch on its way to the device, by all samples in it."""
 
@@ -188,13 +165,12 @@ class Whitened(FederatedDataModule):
         return x - x.mean(0), *rest
 
 
-@pytest.mark.parametrize("kind", [Whitened])
-def test_hooks_of_the_data_see_one_client(agree, tiny, blobs, kind):
+def test_hooks_of_the_data_see_one_client(agree, tiny, blobs):
     options = {"partition": Dirichlet(0.4, min_size=4), "batch_size": 10, "seed": 1}
     agree(
         lambda: tiny(Reader, lambda batch: batch),
         steps_per_batch=2,
-        datamodule=lambda: kind(blobs(180), num_clients=7, val_size=20, **options),
+        datamodule=lambda: Whitened(blobs(180), num_clients=7, val_size=20, **options),
     )
 
 

@@ -1,4 +1,3 @@
-import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -54,16 +53,6 @@ def test_other_parametrizations_have_no_singular_vectors(fit, data):
     assert fit(module, FederatedLoop(buffers="average"), data()).round == 3
 
 
-class Batches(L.Callback):
-    """Record the batches of a fit."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.seen.append(batch)
-
-
 @pytest.mark.parametrize("normalized", [parametrizations.spectral_norm, spectral_norm])
 @pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
 def test_one_client_trains_as_without_a_federation(trainer, data, normalized):
@@ -72,13 +61,10 @@ def test_one_client_trains_as_without_a_federation(trainer, data, normalized):
         net = nn.Sequential(normalized(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 3)).double()
         return ClientModule(net, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
 
-    module, plain, batches = make(), make(), Batches()
-    trainer(callbacks=[batches]).fit(module, datamodule=data(num_clients=1))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    for x, y in batches.seen:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(plain.net(x), y).backward()
-        optimizer.step()
+    module, plain, samples = make(), make(), data(num_clients=1)
+    loop = FederatedLoop(buffers="average", seed=samples.seed)
+    trainer(loop).fit(module, datamodule=samples)
+    trainer(False).fit(plain, datamodule=data(num_clients=1))
     for name, tensor in plain.net.state_dict().items():
         torch.testing.assert_close(module.net.state_dict()[name], tensor, rtol=1e-12, atol=1e-12)
 

@@ -1,39 +1,39 @@
-"""Hooks for each step: of a module, its data and the callbacks beside it."""
+"""Hooks for each step: of a module, its parts, its data and the callbacks beside it."""
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_fl import VectorizedClients
 from lightning_fl.types import FederationError
 
+WARNING = "ignore:.*hooks of the backward pass get the stacked"
 
-def test_hooks_of_the_module_are_called_as_ever(train, tiny):
+
+# --- hooks of the module --------------------------------------------------------------------------
+
+
+def test_hooks_of_a_round_are_called_in_order(train, tiny):
     class Hooked(tiny.kind):
-        def __init__(self):
-            super().__init__()
-            self.calls = []
+        calls = ()
 
         def setup(self, stage):
-            self.calls.append("setup")
+            self.calls += ("setup",)
 
         def on_train_epoch_start(self):
-            self.calls.append("start")
+            self.calls += ("start",)
 
         def on_client_end(self):
-            self.calls.append("client end")
+            self.calls += ("client end",)
 
         def on_train_epoch_end(self):
             self.log("own", 7.0)
-            self.calls.append("end")
-
-        def on_save_checkpoint(self, checkpoint):
-            checkpoint["mine"] = 1
+            self.calls += ("end",)
 
     module = tiny(Hooked)
     loop = train(module, 3)
-    clients = ["client end"] * 7
-    assert module.calls == ["setup", *(["start", *clients, "end"] * 2)]
+    assert module.calls == ("setup", *(("start", *["client end"] * 7, "end") * 2))
     assert [row["own"] for row in loop.rows] == [7.0, 7.0]
 
 
@@ -41,7 +41,7 @@ def test_hooks_of_the_module_are_called_as_ever(train, tiny):
     "hook",
     ["on_train_batch_start", "on_before_optimizer_step", "on_after_backward"],
 )
-def test_a_hook_for_each_step_is_a_reason_to_train_in_the_module(train, tiny, flat, hook):
+def test_a_module_with_a_hook_for_each_step_is_not_vectorized(train, tiny, flat, hook):
     calls = []
     kind = type("Hooked", (tiny.kind,), {hook: lambda self, *args: calls.append(1)})
     plain, module = tiny(), tiny(kind)
@@ -53,7 +53,7 @@ def test_a_hook_for_each_step_is_a_reason_to_train_in_the_module(train, tiny, fl
 
 
 @pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
-def test_what_a_module_does_to_a_batch_is_done_to_a_clients_own(agree, tiny):
+def test_a_module_that_changes_batches_is_not_vectorized(agree, tiny):
     class Centers(tiny.kind):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return batch[0] - batch[0].mean(0), batch[1]
@@ -62,14 +62,7 @@ def test_what_a_module_does_to_a_batch_is_done_to_a_clients_own(agree, tiny):
         agree(lambda: tiny(Centers), (3,))
 
 
-def test_parameters_with_hooks_are_trained_by_themselves(tiny):
-    module = tiny()
-    module.net[0].weight.register_hook(lambda gradient: gradient * 0)
-    with pytest.warns(UserWarning, match="hooks of the parameter"):
-        assert VectorizedClients(module).reason
-
-
-def test_tensors_that_share_memory_are_trained_by_themselves(agree, tiny):
+def test_tensors_that_share_memory_are_not_vectorized(agree, tiny):
     def make():
         module = tiny(net=lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))
         module.net[1].weight.data = module.net[0].weight.data
@@ -79,22 +72,69 @@ def test_tensors_that_share_memory_are_trained_by_themselves(agree, tiny):
         agree(make)
 
 
-def test_parameters_that_get_hooks_later_are_refused(train, tiny):
-    class Masked(tiny.kind):
-        def on_fit_start(self):
-            self.net[0].weight.register_hook(lambda gradient: gradient * 0)
+# --- hooks of layers, parameters and the optimizer ------------------------------------------------
 
-    train(tiny(Masked), rounds=1)
-    with pytest.raises(FederationError, match=r"parameter net\.0\.weight of Masked after"):
-        train(tiny(Masked), 3, rounds=1)
+
+def limited(gradient):
+    """Limit the norm of a gradient."""
+    return gradient * (0.01 / gradient.norm()).clamp(max=1)
+
+
+def of_parameter(net):
+    net[0].weight.register_hook(limited)
+
+
+def of_layer(net):
+    net[2].register_full_backward_hook(lambda _, grads, __: (limited(grads[0]),))
+
+
+def of_output(net):
+    def hook(_, __, output):
+        if output.requires_grad:  # none does under vmap
+            output.register_hook(limited)
+
+    net[1].register_forward_hook(hook)
+
+
+@pytest.mark.parametrize(
+    ("register", "why"),
+    [
+        (of_parameter, "hooks of the parameter"),
+        (of_layer, "hooks of the layer"),
+        (of_output, "different results"),
+    ],
+)
+def test_layers_and_tensors_with_hooks_are_not_vectorized(agree, tiny, register, why):
+    def make():
+        module = tiny(optimizer=lambda params: torch.optim.SGD(params, lr=3.0))
+        register(module.net)
+        return module
+
+    with pytest.warns(UserWarning, match=f"one client after another, .*{why}"):
+        agree(make)
+
+
+@pytest.mark.parametrize(
+    ("register", "place"),
+    [(of_parameter, r"parameter net\.0\.weight"), (of_layer, r"on the layer net\.2")],
+)
+def test_hooks_that_are_registered_in_the_fit_are_refused(train, tiny, register, place):
+    class Late(tiny.kind):
+        def on_train_epoch_start(self):
+            if self.current_epoch:
+                register(self.net)
+
+    train(tiny(Late))
+    with pytest.raises(FederationError, match=f"{place} of Late after"):
+        train(tiny(Late), 3)
 
 
 def test_step_hooks_of_an_optimizer_are_refused(train, tiny):
-    def optimizer(params):
-        def project(optimizer, args, kwargs):
-            for p in optimizer.param_groups[0]["params"]:
-                p.data.mul_((1 / p.data.norm()).clamp(max=1))
+    def project(optimizer, args, kwargs):
+        for p in optimizer.param_groups[0]["params"]:
+            p.data.mul_((1 / p.data.norm()).clamp(max=1))
 
+    def optimizer(params):
         made = torch.optim.SGD(params, lr=0.1)
         made.register_step_post_hook(project)
         return made
@@ -104,53 +144,116 @@ def test_step_hooks_of_an_optimizer_are_refused(train, tiny):
         train(tiny(tiny.kind, optimizer), 3, rounds=1)
 
 
-def limited(gradient):
-    """Limit the norm of a gradient."""
-    return gradient * (0.01 / gradient.norm()).clamp(max=1)
+# --- callbacks ------------------------------------------------------------------------------------
 
 
-def after(layer):
-    layer.register_full_backward_hook(lambda _, grads, __: (limited(grads[0]),))
+class Reaches(Callback):
+    """Reads and writes the module between rounds, and its plain attributes in training."""
 
+    def on_train_start(self, trainer, pl_module):
+        self.norms, pl_module.scale = [], 1.0
 
-def before(layer):
-    layer.register_full_backward_pre_hook(lambda _, grads: (limited(grads[0]),))
+    def on_train_epoch_start(self, trainer, pl_module):
+        with torch.no_grad():
+            pl_module.net[0].weight.mul_(0.9)
+        pl_module.net[0].bias.requires_grad_(trainer.current_epoch != 1)
 
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pl_module.scale = 1.0 + trainer.current_epoch
 
-def asks(layer):
-    def hook(_, __, output):
-        if output.requires_grad:  # none does under vmap
-            output.register_hook(limited)
-
-    layer.register_forward_hook(hook)
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.norms.append(pl_module.norm().item())
 
 
 @pytest.fixture
-def hooked(tiny):
-    def make(register=after):
-        module = tiny(optimizer=lambda params: torch.optim.SGD(params, lr=3.0))
-        register(module.net[1 if register is asks else 2])
-        return module
+def scaled(tiny):
+    class Scaled(tiny.kind):
+        def norm(self):
+            return self.net[0].weight.norm()
 
-    return make
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * self.scale
 
-
-@pytest.mark.parametrize(
-    ("register", "why"),
-    [(after, "hooks of the layer"), (before, "hooks of the layer"), (asks, "different results")],
-)
-def test_layers_and_tensors_with_hooks_are_trained_one_client_after_another(
-    agree, hooked, register, why
-):
-    with pytest.warns(UserWarning, match=f"one client after another, .*{why}"):
-        agree(lambda: hooked(register))
+    return lambda: tiny(Scaled)
 
 
-def test_layers_that_get_hooks_later_are_refused(train, tiny):
-    class Late(tiny.kind):
-        def on_train_epoch_start(self):
-            if self.current_epoch:
-                after(self.net[2])
+def test_a_callback_reads_and_writes_the_module_between_rounds(agree, scaled):
+    found = []
 
-    with pytest.raises(FederationError, match=r"on the layer net\.2 of Late after"):
-        train(tiny(Late), 3)
+    class Noted(Reaches):
+        def on_train_end(self, trainer, pl_module):
+            found.append(self.norms)
+
+    agree(scaled, (3,), rounds=3, callbacks=[Noted()])
+    plain, vectorized = found
+    assert len(plain) == 3
+    assert vectorized == pytest.approx(plain, abs=1e-12)
+
+
+TENSORS = ("parameters", "named_parameters", "buffers", "named_buffers")
+
+
+@pytest.mark.parametrize("name", ["net", "norm", *TENSORS])
+def test_tensors_of_a_client_are_refused_to_callbacks_in_training(train, scaled, name):
+    def read(module):
+        found = getattr(module, name)
+        if name in TENSORS:
+            list(found())
+
+    class Early(Reaches):
+        def on_train_epoch_end(self, trainer, pl_module):
+            read(pl_module)  # between rounds they are the model's
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            read(pl_module)
+
+    called = rf"{name.removeprefix('named_')}\(\)" if name in TENSORS else name
+    with pytest.raises(FederationError, match=rf"Scaled\.{called} while 3 clients train at once"):
+        train(scaled(), 3, callbacks=[Early()])
+
+
+def test_attributes_of_vectorized_clients_are_the_modules(scaled):
+    vectorized = VectorizedClients(scaled())
+    with pytest.raises(AttributeError, match="nothing"):
+        vectorized.nothing  # noqa: B018  # that it is asked for is the test
+    vectorized.beta = 0.5
+    assert vectorized.module.beta == vectorized.beta == 0.5
+    assert "beta" not in vars(vectorized)
+
+
+class Logs(Callback):
+    """Counts its calls, and logs each of them."""
+
+    def __init__(self):
+        self.calls = [0, 0]
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        pl_module.log("cleared", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.calls[trainer.current_epoch] += 1
+        pl_module.log("called", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+
+@pytest.mark.filterwarnings(WARNING)
+def test_values_that_callbacks_log_in_each_local_step_are_counted(train, tiny):
+    callback = Logs()
+    rows = train(tiny(), 3, steps_per_batch=4, callbacks=[callback]).rows
+    assert min(callback.calls) > 5
+    for name in ("cleared", "called"):
+        assert [row[name] for row in rows] == callback.calls
+
+
+class Clips(Callback):
+    """Changes gradients."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(params, 0.5)
+
+
+def test_callbacks_that_get_the_gradients_of_all_clients_warn(train, tiny):
+    with pytest.warns(UserWarning, match=r"Clips: hooks .* stacked gradients of 3 clients"):
+        train(tiny(), 3, callbacks=[Clips()])
+    for group_size in (None, 1):
+        train(tiny(), group_size, callbacks=[Clips()])

@@ -68,11 +68,6 @@ class Mean(nn.Module):
         return x - self.mean
 
 
-class InFloat32(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x.float()).double()
-
-
 def noise(function):
     return lambda module, outputs, loss: loss + function(outputs).square().mean()
 
@@ -82,7 +77,7 @@ NETS = {
     "norms": mlp(nn.LayerNorm(6), nn.Dropout(0.5), nn.GELU()),
     "convolution": mlp(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(8, 6)),
     "a buffer": mlp(Mean()),
-    "noise": mlp(Own()),
+    "noise of a net": mlp(Own()),
 }
 STEPS = {
     "noise": noise(torch.randn_like),
@@ -93,14 +88,12 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", NETS)
-def test_nets_that_are_vectorized(train, made, name):
-    train(made(NETS[name]), 3, rounds=1)  # a warning would be an error
+CASES = [(net, None) for net in NETS.values()] + [(None, step) for step in STEPS.values()]
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_steps_that_are_vectorized(train, made, name):
-    train(made(step=STEPS[name]), 3, rounds=1)
+@pytest.mark.parametrize(("net", "step"), CASES, ids=[*NETS, *STEPS])
+def test_supported_steps_are_vectorized(train, made, net, step):
+    train(made(net, **({} if step is None else {"step": step})), 3, rounds=1)  # no warning
 
 
 def test_a_step_that_does_not_support_float64_is_vectorized(train, made, ragged, blobs):
@@ -130,18 +123,6 @@ class Words(nn.Module):
     def forward(self, x):
         x = x.abs().clamp(max=4).long()
         return self.head(F.embedding(x, self.words.weight, padding_idx=0).mean(1))
-
-
-class Alternates(nn.Module):
-    """Every second call is another: mapped, there is one call for all clients."""
-
-    def __init__(self):
-        super().__init__()
-        self.head, self.calls = nn.Linear(6, 3), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.head(x) * (1 + self.calls % 2)
 
 
 def item(module, outputs, loss):
@@ -184,7 +165,6 @@ REFUSED = {
     "LSTM": (Recurrent, None, "RuntimeError: .*lstm"),
     "padding by the layer": (lambda: Words(padding_idx=0), None, "an Embedding with max_norm or p"),
     "padding by the function": (Words, None, "its vectorized step gives different results"),
-    "another second call": (Alternates, None, "depends on what an earlier step has left"),
     "item": (mlp(), item, "RuntimeError: .*item"),
     "a branch": (mlp(), branch, "RuntimeError: .*data-dependent control flow"),
     "a metric": (mlp(), metric, "training_step updates the metric Total"),

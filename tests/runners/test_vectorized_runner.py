@@ -146,17 +146,6 @@ def test_a_client_is_clipped_by_its_own_gradient(clip):
         torch.testing.assert_close(found[row], expected, atol=1e-12, rtol=0)
 
 
-def test_a_client_without_a_finite_gradient_does_not_affect_others():
-    stacked, _ = runners()
-    state = starts(stacked)
-    stacked.load(state, [{}] * 3, LR)
-    grads = gradients(stacked, 0)
-    grads["weight"][1, 0, 0] = torch.inf
-    step(stacked, grads, clip=(1.0, "norm"))
-    finite = stacked.collect(state)[0].isfinite().all(1)
-    assert finite.tolist() == [True, False, True]
-
-
 # --- in and out -----------------------------------------------------------------------------------
 
 
@@ -178,77 +167,6 @@ def test_stacks_hold_what_clients_start_from(own):
     assert all(torch.equal(stacked.stacks.fixed[name], value) for name, value in before.items())
     wanted = stacked.module.weight if not own else state.vector[:, :6].view(3, 2, 3)
     assert torch.equal(before["weight"], wanted)
-
-
-def test_groups_may_differ_in_size():
-    stacked, plain = runners(adam)
-    for k in (3, 2, 1, 3):
-        state = starts(stacked, k)
-        stacked.load(state, [{}] * k, LR[:k])
-        assert not stacked.optimizer.state
-        grads = gradients(stacked, k, k)
-        step(stacked, grads)
-        found = stacked.collect(state)[0]
-        assert found.shape == (k, state.vector.shape[1])
-        for row in range(k):
-            expected = alone(plain, state, LR[row], {}, [grads], row)[0]
-            torch.testing.assert_close(found[row], expected, atol=1e-12, rtol=0)
-
-
-def test_training_leaves_the_servers_tensors_alone():
-    stacked, _ = runners()
-    before = stacked.read()
-    state = starts(stacked)
-    stacked.load(state, [{}] * 3, LR)
-    step(stacked, gradients(stacked, 0))
-    stacked.stacks.buffers["mean"] += 1
-    stacked.stacks.buffers["count"] += 1
-    after = stacked.read()
-    assert torch.equal(after.vector, before.vector)
-    assert torch.equal(after.counters, before.counters)
-    assert torch.equal(state.vector[0], before.vector)
-
-
-@pytest.mark.parametrize("buffers", ["average", "server", "local"])
-def test_each_client_returns_buffers_of_its_own(buffers):
-    stacked, _ = runners(buffers=buffers)
-    state = starts(stacked)
-    stacked.load(state, [{}] * 3, LR)
-    stacked.stacks.buffers["mean"] += torch.tensor([[1.0], [2.0], [3.0]])
-    stacked.stacks.buffers["count"] += torch.tensor([1, 5, 0])
-    delta, counters = stacked.collect(state)
-    moved = [[0, 0]] * 3 if buffers == "server" else [[1, 1], [2, 2], [3, 3]]
-    torch.testing.assert_close(delta[:, -2:], torch.tensor(moved).double())
-    assert counters.tolist() == ([[7]] * 3 if buffers == "server" else [[8], [12], [7]])
-    rows = stacked.rows()
-    assert len(rows) == 3
-    assert [row.keys() for row in rows] == [
-        {"buffer.mean", "buffer.count"} if buffers == "local" else set()
-    ] * 3
-    if buffers == "local":
-        assert [row["buffer.count"].item() for row in rows] == [8, 12, 7]
-
-
-def test_clients_find_again_what_they_kept_at_any_row():
-    stacked, plain = runners(momentum, "local", keep=True)
-    state = starts(stacked)
-    stacked.load(state, [{}] * 3, LR)
-    first, second = gradients(stacked, 0), gradients(stacked, 1)
-    step(stacked, first)
-    stacked.stacks.buffers["mean"] += torch.tensor([[1.0], [2.0], [3.0]])
-    rows = [{name: value.clone() for name, value in row.items()} for row in stacked.rows()]
-    kept = [{name: value.clone() for name, value in row.items()} for row in rows]
-    # The third client beside one that has nothing yet, and the first.
-    stacked.load(state, [rows[2], {}, rows[0]], LR)
-    assert torch.equal(stacked.stacks.buffers["mean"][0], rows[2]["buffer.mean"])
-    assert torch.equal(stacked.stacks.buffers["mean"][1], stacked.module.mean)
-    step(stacked, second)
-    found = stacked.collect(state)[0]
-    for k, row in enumerate((rows[2], {}, rows[0])):
-        expected = alone(plain, state, LR[k], row, [second], k)[0]
-        torch.testing.assert_close(found[k], expected, atol=1e-12, rtol=0)
-    for now, then in zip(rows, kept, strict=True):
-        assert all(torch.equal(now[name], then[name]) for name in then)
 
 
 def test_moves_of_earlier_clients_are_not_written_over():
