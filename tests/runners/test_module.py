@@ -662,7 +662,9 @@ COLLATE = {"collate_fn": lambda samples: torch.utils.data.default_collate(sample
 
 
 @pytest.mark.parametrize(
-    "options", [COLLATE, {"num_workers": 2}, COLLATE | {"batch_size": None}], ids=str
+    "options",
+    [COLLATE, {"num_workers": 2}, COLLATE | {"batch_size": None}],
+    ids=["collate_fn", "num_workers", "whole batches"],
 )
 def test_steps_fetched_together_are_those_fetched_singly(train, tiny, flat, options, ragged):
     ends, fetched = [], []
