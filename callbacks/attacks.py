@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl.callbacks.faults import OnUpdates
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.errors import FederationError, first_line
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed, seeded_rng
 from lightning_fl.options import check_choice, check_integer, check_number
-from lightning_fl.types import FederationError, RoundPlan, first_line
 
 #: Maps inputs ``[n, ...]`` and labels ``[n]`` to modified ones of the same shapes.
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -18,9 +18,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from lightning_fl.errors import FederationError
 from lightning_fl.files import FolderLock, check_sums, error_context, one_line, write_atomically
 from lightning_fl.options import check_integer
-from lightning_fl.types import FederationError
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -12,6 +12,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.contracts.personal import PersonalModel
+from lightning_fl.contracts.update import ServerState
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.measures import evaluate, on_device
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.hooks import call_hook
@@ -19,7 +22,6 @@ from lightning_fl.runners import SequentialRunner, optimizers_in
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.module_copy import copied_module
 from lightning_fl.runners.step_module import StepModule
-from lightning_fl.types import FederationError, PersonalModel, ServerState
 
 
 class ClientScores:

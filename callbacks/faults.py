@@ -13,11 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.errors import FederationError
 from lightning_fl.files import is_index, read_cells, short_repr, write_atomically
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
 from lightning_fl.samplers.durations import HasDurations, SimulatedDurations
-from lightning_fl.types import FederationError, RoundPlan
 
 #: Faults of a client in a round. The server drops the update for all of them but ``blowup``.
 FAULTS = ("dropout", "crash", "nan", "late", "blowup")

@@ -18,6 +18,8 @@ from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, lock_folders
 from lightning_fl.callbacks.hyperparameters import RoundLog, log_hyperparameters
 from lightning_fl.callbacks.lean_steps import lean_steps
 from lightning_fl.callbacks.step_hooks import follow_steps
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.errors import FederationError, check_package
 from lightning_fl.federation.checkpoints import NOT_BEGUN, Resume, load_by_name
 from lightning_fl.federation.fit import Fit, PreparedFit
 from lightning_fl.federation.progress import Progress
@@ -33,7 +35,6 @@ from lightning_fl.runners.samples import check_batch
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
-from lightning_fl.types import FederationError, RoundPlan, check_package
 
 #: Hooks of a module before the first round.
 START_HOOKS = ("setup", "configure_optimizers", "on_fit_start", "on_train_start")

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from lightning_fl.federation.fit import Fit
 from lightning_fl.hooks import Method, replaced
-from lightning_fl.types import describe, plain_options
+from lightning_fl.options import describe, plain_options
 
 
 def named(name: str, rule: object) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.callbacks.client_table import KINDS, summary, write_table
 from lightning_fl.callbacks.federated_loop import loop_of
+from lightning_fl.errors import FederationError, first_line
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_integer, check_number
 from lightning_fl.runners.module_copy import copied_module
 from lightning_fl.strategies import gathered
-from lightning_fl.types import FederationError, first_line
 
 
 class PersonalizedEvaluation(Callback):

@@ -23,14 +23,14 @@ from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.participation import Participation
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
+from lightning_fl.contracts.update import ServerState
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.files import csv_text, write_atomically
 from lightning_fl.objectives.client_module import ClientModule
-from lightning_fl.options import check_integer
+from lightning_fl.options import check_integer, describe
 from lightning_fl.partition import plot
 from lightning_fl.runners import ClientRunner, user_module
 from lightning_fl.strategies import gathered
-from lightning_fl.types import ServerState, describe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

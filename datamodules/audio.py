@@ -18,11 +18,11 @@ from torchaudio.transforms import MelSpectrogram
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import InMemory
+from lightning_fl.errors import FederationError
 from lightning_fl.files import data_root, error_context
 from lightning_fl.functional.augmentation import choices, mask_span, shift
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_choice, check_flag, check_integer, check_number
-from lightning_fl.types import FederationError
 
 #: Number of clips per chunk when the features of all clips are precomputed.
 CHUNK = 500

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.types import FederationError, RoundPlan
 
 
 @dataclass(frozen=True)

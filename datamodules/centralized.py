@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.datamodules.batches import Batch, Batching, OwnBatches, RoundBatches
-from lightning_fl.types import RoundPlan
 
 
 class EpochBatches(OwnBatches):

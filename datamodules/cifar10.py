@@ -11,7 +11,7 @@ import numpy as np
 import torchvision
 
 from lightning_fl.datamodules.images import TorchvisionDataModule
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 #: Functions that restore arrays in pickles of protocol 2 and protocol 5.
 _RECONSTRUCT, _FROM_BUFFER = (np.zeros(1).__reduce_ex__(protocol)[0] for protocol in (2, 5))

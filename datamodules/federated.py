@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.datamodules.batches import (
     Batch,
     Batching,
@@ -30,11 +31,11 @@ from lightning_fl.datamodules.centralized import EpochBatches
 from lightning_fl.datamodules.loader import Batches, Collate, round_loader
 from lightning_fl.datamodules.splits import Split, split_samples
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, in_memory, subset
+from lightning_fl.errors import FederationError, check_package
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.partition import IID, Manifest, Partition
 from lightning_fl.runners.step_hooks import TRANSFER_HOOKS
-from lightning_fl.types import FederationError, RoundPlan, check_package
 
 #: Packages whose transfer hooks are known to treat each sample separately.
 SAMPLEWISE = {"lightning", "lightning_fl"}

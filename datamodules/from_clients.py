@@ -14,9 +14,9 @@ from torch.utils.data import Dataset, TensorDataset
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.splits import labels_of
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, check_map_style
+from lightning_fl.errors import FederationError
 from lightning_fl.files import short_repr
 from lightning_fl.partition import Natural
-from lightning_fl.types import FederationError
 
 
 class FromClients(FederatedDataModule):

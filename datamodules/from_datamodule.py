@@ -11,10 +11,10 @@ from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.loader import Batches, Collate
 from lightning_fl.datamodules.splits import Split
 from lightning_fl.datamodules.storage import check_map_style
+from lightning_fl.errors import FederationError, check_package
 from lightning_fl.hooks import overrides
 from lightning_fl.partition import Partition
 from lightning_fl.runners.step_hooks import TRANSFER_HOOKS
-from lightning_fl.types import FederationError, check_package
 
 
 class FromDataModule(FederatedDataModule):

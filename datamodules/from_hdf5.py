@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.from_clients import ByClient
+from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.files import error_context
 from lightning_fl.options import check_integer
 from lightning_fl.partition import Natural
-from lightning_fl.types import FederationError
 
 
 class FromHDF5(FederatedDataModule):

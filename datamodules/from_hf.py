@@ -14,10 +14,10 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import check_map_style
+from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.files import error_context
 from lightning_fl.partition import Natural, Partition
-from lightning_fl.types import FederationError
 
 #: Names of the splits of a ``DatasetDict``.
 SPLITS = {"train": "train", "val": "validation", "test": "test"}

@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import InMemory
+from lightning_fl.errors import FederationError
 from lightning_fl.files import data_root
 from lightning_fl.functional.augmentation import choices, crop_and_flip
 from lightning_fl.options import check_flag, check_integer
-from lightning_fl.types import FederationError
 
 
 class ImageDataModule(FederatedDataModule):

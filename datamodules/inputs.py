@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, resize
 
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_integer
-from lightning_fl.types import FederationError
 
 #: The characters of LEAF's Shakespeare.
 LEAF_CHARACTERS = (

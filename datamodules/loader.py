@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from lightning_fl.contracts.data import ClientBatches
 from lightning_fl.datamodules.batches import Batch, Draws, OwnBatches
 from lightning_fl.datamodules.storage import InMemory, fits
+from lightning_fl.errors import FederationError
 from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import derive_seed, seeded_rng
-from lightning_fl.types import ClientBatches, FederationError
 
 Collate = Callable[[list[Any]], Any]
 

@@ -9,9 +9,9 @@ import torch
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.inputs import Words
 from lightning_fl.datamodules.storage import InMemory
+from lightning_fl.errors import FederationError
 from lightning_fl.files import data_root
 from lightning_fl.options import check_flag
-from lightning_fl.types import FederationError
 
 
 class Newsgroups(FederatedDataModule):

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from torchaudio.datasets import SPEECHCOMMANDS
 
 from lightning_fl.datamodules.audio import AudioDataModule, Clip
+from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context
 from lightning_fl.options import check_flag
-from lightning_fl.types import FederationError
 
 #: Words of the ten-keyword task.
 KEYWORDS = ("down", "go", "left", "no", "off", "on", "right", "stop", "up", "yes")

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from lightning_fl.datamodules.storage import InMemory, keys_of
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.partition import Manifest, Partition, checksum
-from lightning_fl.types import FederationError
 
 #: Maximum number of classes that are counted.
 MOST_CLASSES = 100_000

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lightning_fl.datamodules.audio import AudioDataModule, Clip
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 NAME = re.compile(r"(?P<digit>[0-9])_(?P<speaker>.+)_(?P<index>[0-9]+)\.wav")
 

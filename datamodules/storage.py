@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 if TYPE_CHECKING:
     AnyDataset: TypeAlias = Dataset[Any]

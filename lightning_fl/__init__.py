@@ -15,10 +15,10 @@ if TYPE_CHECKING:
         RunReport,
     )
     from lightning_fl.datamodules import FederatedDataModule
+    from lightning_fl.errors import FederationError
     from lightning_fl.objectives import ClientModule
     from lightning_fl.runners import VectorizedClients
     from lightning_fl.strategies import ClientParallelStrategy
-    from lightning_fl.types import FederationError
 
 if sys.platform == "win32":  # files are locked with fcntl
     raise ImportError("lightning_fl requires Linux or macOS. On Windows, use it in WSL")

@@ -30,13 +30,14 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.objectives import ClientModule
 from lightning_fl.options import check_integer
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import VectorizedClients, user_module
-from lightning_fl.types import FederationError, RoundPlan
 
 #: What each column changes.
 COLUMNS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 
 def imported(name: str, user: str, extra: str) -> Any:
@@ -22,7 +22,7 @@ def imported(name: str, user: str, extra: str) -> Any:
     Example:
         >>> imported("nonexistent", user="It", extra="hf")
         Traceback (most recent call last):
-        lightning_fl.types.FederationError: It requires the package nonexistent, which is not in...
+        lightning_fl.errors.FederationError: It requires the package nonexistent, which is not in...
     """
     try:
         return import_module(name)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 from zipfile import ZIP_STORED, ZipFile
 
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 #: Maximum size of a manifest or a trace in bytes: a split of about 8 million samples, or 4 million
 #: faults. Python objects take up to 25 times as much, so this is about 2 GB of memory.
@@ -49,7 +49,7 @@ def one_line(error: object) -> str:
 
 @contextmanager
 def error_context(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Re-raise errors as :class:`~lightning_fl.types.FederationError` with a prefix.
+    """Re-raise errors as :class:`~lightning_fl.errors.FederationError` with a prefix.
 
     Args:
         what: Prefix of the message.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 Layers = list[tuple[Tensor, Tensor]]
 

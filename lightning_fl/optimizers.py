@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_choice, check_flag, check_integer, check_number
 from lightning_fl.runners.optimizer import is_elementwise
-from lightning_fl.types import FederationError
 
 
 class Adaptive(torch.optim.Optimizer):

@@ -1,12 +1,13 @@
-"""Check the options of constructors and functions."""
+"""Checks of options, and texts that describe a rule by its options."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 _T = TypeVar("_T")
 
@@ -44,7 +45,7 @@ def check_number(
         0.5
         >>> check_number("lr", float("nan"), above=0)
         Traceback (most recent call last):
-        lightning_fl.types.FederationError: lr must be a finite number greater than 0, got nan
+        lightning_fl.errors.FederationError: lr must be a finite number greater than 0, got nan
     """
     number: Any = value.item() if isinstance(value, np.generic) else value
     if value is None and optional:
@@ -96,7 +97,7 @@ def check_integer(
     Example:
         >>> check_integer("window", 0, min=1)
         Traceback (most recent call last):
-        lightning_fl.types.FederationError: window must be an integer of at least 1, got 0
+        lightning_fl.errors.FederationError: window must be an integer of at least 1, got 0
     """
     return check_number(name, value, min=min, max=max, integer=True, optional=optional, hint=hint)
 
@@ -110,7 +111,7 @@ def check_sizes(**sizes: int) -> None:
     Example:
         >>> check_sizes(width=32, depth=0)
         Traceback (most recent call last):
-        lightning_fl.types.FederationError: depth must be an integer of at least 1, got 0
+        lightning_fl.errors.FederationError: depth must be an integer of at least 1, got 0
     """
     for name, size in sizes.items():
         check_integer(name, size, min=1)
@@ -130,7 +131,7 @@ def check_choice(name: str, value: _T, *allowed: str) -> _T:
     Example:
         >>> check_choice("weighting", "sample", "samples", "uniform")
         Traceback (most recent call last):
-        lightning_fl.types.FederationError: weighting must be samples or uniform, got 'sample'
+        lightning_fl.errors.FederationError: weighting must be samples or uniform, got 'sample'
     """
     if not isinstance(value, str) or value not in allowed:
         words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
@@ -151,8 +152,48 @@ def check_flag(name: str, value: _T) -> _T:
     Example:
         >>> check_flag("centered", "false")
         Traceback (most recent call last):
-        lightning_fl.types.FederationError: centered must be true or false, got 'false'
+        lightning_fl.errors.FederationError: centered must be true or false, got 'false'
     """
     if not isinstance(value, bool | np.bool_):
         raise FederationError(f"{name} must be true or false, got {value!r:.200}")
     return cast("_T", bool(value))
+
+
+# --- descriptions ---------------------------------------------------------------------------------
+
+
+def describe(rule: object) -> str:
+    """Return the class name of a rule with its constructor arguments of plain types.
+
+    Example:
+        >>> from lightning_fl.partition import Dirichlet
+        >>> describe(Dirichlet(alpha=0.5))
+        'Dirichlet(alpha=0.5, min_size=1)'
+    """
+    arguments = (f"{name}={value!r}" for name, value in plain_options(rule).items())
+    return f"{type(rule).__name__}({', '.join(arguments)})"
+
+
+def plain_options(rule: object) -> dict[str, Any]:
+    """Return the constructor arguments that a rule stores as attributes of plain types.
+
+    Example:
+        >>> from lightning_fl.partition import Dirichlet
+        >>> plain_options(Dirichlet(alpha=0.5))
+        {'alpha': 0.5, 'min_size': 1}
+    """
+    kept = {name: getattr(rule, name, ...) for name in _arguments(type(rule))}
+    plain = (int, float, str, bool, list, tuple, dict, type(None))
+    return {name: value for name, value in kept.items() if isinstance(value, plain)}
+
+
+def _arguments(kind: type) -> list[str]:
+    """Return the names of a constructor's arguments, including those passed to parent classes."""
+    names: dict[str, None] = {}
+    for parent in kind.__mro__:
+        if init := vars(parent).get("__init__"):
+            parameters = inspect.signature(init).parameters
+            names |= dict.fromkeys(list(parameters)[1:])
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                break
+    return list(names)

@@ -18,9 +18,9 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.hooks import replaced
 from lightning_fl.options import check_number
-from lightning_fl.types import FederationError
 
 #: Lightning synchronizes a stop flag before each batch; here it happens once in so many batches.
 BATCHES_PER_STOP_FLAG = 50

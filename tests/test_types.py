@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_fl.contracts.plan import IDLE, full
 from lightning_fl.types import (
-    IDLE,
     ClientUpdate,
     FederatedData,
     FederationError,
     Feedback,
     RoundPlan,
     Step,
-    full,
 )
 
 

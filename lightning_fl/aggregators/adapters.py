@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.fedavg import FedAvg
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.exchange import ClientContext, ClientPart
-from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.contracts.client_part import ClientContext, ClientPart
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.layout import VectorLayout
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.low_rank import draw_ranks
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.types import ClientUpdate, FederationError
 
 #: Rank of every client, of each client, or the share of the clients that have a rank.
 Ranks = int | Sequence[int] | Mapping[int, float] | None

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.exchange import ClientPart, MeanLosses, check_losses
+from lightning_fl.contracts.client_part import ClientPart, MeanLosses, check_losses
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.fairness import ascend_mixture, draw_from_mixture
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice, check_number
 from lightning_fl.samplers import AFLSampler
-from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
 
 class AFL(Aggregator):

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.staleness import StalenessFunction, staleness_weight
 from lightning_fl.functional.tables import with_rows_of
 from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.samplers import AsynchronousSampler
-from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
 
 class AsynchronousAggregator(Aggregator):

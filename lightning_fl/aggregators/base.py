@@ -16,11 +16,13 @@ from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.exchange import ClientPart
+from lightning_fl.contracts.client_part import ClientPart
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.functional.summation import VectorSum
-from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,7 +122,7 @@ class Aggregator(Metric, ABC):
     def client_parts(self) -> Sequence[ClientPart]:
         """Return the client-side hooks of this rule. Called once, after :meth:`setup`.
 
-        See :class:`~lightning_fl.federation.exchange.ClientPart`.
+        See :class:`~lightning_fl.contracts.client_part.ClientPart`.
         """
         return ()
 

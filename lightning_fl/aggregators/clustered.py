@@ -9,11 +9,12 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.averaging import weighted_mean
 from lightning_fl.functional.similarity import cosine_similarity
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
 from lightning_fl.options import check_choice, check_integer, check_number
-from lightning_fl.types import ClientUpdate, FederationError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

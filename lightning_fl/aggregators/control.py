@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.exchange import ClientPart, MeanLosses, check_losses
+from lightning_fl.contracts.client_part import ClientPart, MeanLosses, check_losses
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
 from lightning_fl.options import check_flag, check_integer, check_number
-from lightning_fl.types import ClientUpdate, FederationError
 
 #: Names of the sums of updates, each weighted by one term.
 TERMS = ("total_of_sizes", "total_of_falls", "total_of_integrals")

@@ -9,7 +9,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
 from lightning_fl.aggregators.fedopt import FedOpt
-from lightning_fl.types import ClientUpdate
+from lightning_fl.contracts.update import ClientUpdate
 
 
 class Downpour(FedOpt):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_fl.aggregators.asynchronous import AsynchronousAggregator
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.staleness import StalenessFunction
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_number
-from lightning_fl.types import ClientUpdate, FederationError
 
 
 class FedAsync(AsynchronousAggregator):

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice
-from lightning_fl.types import ClientUpdate, FederationError
 
 
 class FedAvg(Aggregator):

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.asynchronous import AsynchronousAggregator
+from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.functional.staleness import StalenessFunction
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_number
-from lightning_fl.types import ClientUpdate
 
 
 class FedBuff(AsynchronousAggregator):

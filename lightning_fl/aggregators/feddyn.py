@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.exchange import ClientContext, ClientPart
+from lightning_fl.contracts.client_part import ClientContext, ClientPart
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.drift import dynamic_term, next_gradient
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice, check_number
-from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
 
 class FedDyn(Aggregator):

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from lightning_fl.aggregators.fedopt import FedOpt
 from lightning_fl.aggregators.local_solver import check_sgd
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.drift import effective_steps
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.objectives import ClientModule, Proximal, Term
 from lightning_fl.objectives.terms import settable
-from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
 
 class FedNova(FedOpt):

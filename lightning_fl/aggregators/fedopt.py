@@ -11,9 +11,9 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_fl.aggregators.fedavg import FedAvg
+from lightning_fl.errors import FederationError
 from lightning_fl.optimizers import Adaptive
 from lightning_fl.options import check_number
-from lightning_fl.types import FederationError
 
 
 class FedOpt(FedAvg):

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.adapters import AdapterRule, Ranks
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.low_rank import factorize
 from lightning_fl.transforms.compression import Compression
-from lightning_fl.types import ClientUpdate, FederationError
 
 #: What to do if clients train a second model.
 REMEDY = "remove its term, or use FedAvg or ZeroPadding"
@@ -57,7 +58,7 @@ class FlexLoRA(AdapterRule):
             adapters or unsupported ones, or clients keep what depends on coordinates.
 
     Example:
-        >>> from lightning_fl.federation.layout import VectorLayout
+        >>> from lightning_fl.contracts.layout import VectorLayout
         >>> from lightning_fl.types import Cohort
         >>> shapes = {"lora_A.weight": torch.Size([1, 2]), "lora_B.weight": torch.Size([1, 1])}
         >>> rule = FlexLoRA()

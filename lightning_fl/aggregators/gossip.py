@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.mixing import Graph, adjacency, check_mixing, metropolis
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_choice, check_integer, check_number
-from lightning_fl.types import ClientUpdate, FederationError
 
 #: Number of parameters per client that are mixed at once in float64, to limit memory.
 PIECE = 2**14

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_fl.federation.context import Federation
-from lightning_fl.types import FederationError
+from lightning_fl.contracts.context import Federation
+from lightning_fl.errors import FederationError
 
 
 def check_sgd(name: str, federation: Federation) -> float:

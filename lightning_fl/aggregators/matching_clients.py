@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import (
     RandomStream,
     derive_seed,
@@ -14,7 +15,6 @@ from lightning_fl.functional.randomness import (
     seeded_rng,
 )
 from lightning_fl.layer_stack import Layers, LayerStack
-from lightning_fl.types import FederationError
 
 if TYPE_CHECKING:
     from lightning_fl.aggregators.matching import NeuronMatching

@@ -8,9 +8,9 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.errors import FederationError
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.types import FederationError
 
 
 def check_run(name: str, federation: Federation) -> None:

@@ -12,12 +12,14 @@ from torch.nn import functional
 
 from lightning_fl.aggregators.fedopt import FedOpt
 from lightning_fl.aggregators.privacy_checks import check_monitors, check_run
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.plan import Cohort
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.privacy import clipped_update, epsilon, next_clip, noise_beside_a_count
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.summation import add_rows, sum_value
 from lightning_fl.options import check_number
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 
 class DPFedAvg(FedOpt):

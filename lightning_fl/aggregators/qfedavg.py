@@ -10,12 +10,14 @@ from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.aggregators.local_solver import check_plain_sgd
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.exchange import ClientPart, MeanLosses, check_losses
+from lightning_fl.contracts.client_part import ClientPart, MeanLosses, check_losses
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.fairness import fair_weights
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_number
-from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
 #: Largest logarithm of a weight; squared norms of updates must not overflow with it.
 LARGEST = 500.0

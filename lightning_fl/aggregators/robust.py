@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.aggregators.fedavg import FedAvg
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.privacy import clipped_update
 from lightning_fl.functional.robust import (
     coordinate_median,
@@ -20,8 +22,7 @@ from lightning_fl.functional.robust import (
     krum_scores,
     trimmed_mean,
 )
-from lightning_fl.options import check_choice, check_integer, check_number
-from lightning_fl.types import ClientUpdate, FederationError, describe
+from lightning_fl.options import check_choice, check_integer, check_number, describe
 
 
 class RobustAggregator(Aggregator):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.exchange import ClientContext, ClientPart
+from lightning_fl.contracts.client_part import ClientContext, ClientPart
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.functional.stages import check_stages, stage_of
-from lightning_fl.types import ClientUpdate, RoundPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.adapters import AdapterRule, Ranks
+from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.functional.low_rank import product_norms
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice
-from lightning_fl.types import ClientUpdate
 
 
 class ZeroPadding(AdapterRule):

@@ -38,6 +38,7 @@ from lightning_fl.cli import INTERRUPTED, TERMINATED
 from lightning_fl.cli.arguments import short_path, with_configs
 from lightning_fl.cli.parser import PARSER, PARTS, Parser, check_file, describe
 from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.errors import FederationError
 from lightning_fl.files import FolderLock, read_text, write_atomically
 from lightning_fl.report import LogFiles
 from lightning_fl.report.run import (
@@ -50,7 +51,6 @@ from lightning_fl.report.run import (
     version_folders,
 )
 from lightning_fl.runners import VectorizedClients
-from lightning_fl.types import FederationError
 
 #: File in the folder of a run that identifies its SLURM job.
 JOB = "slurm.json"

@@ -29,8 +29,8 @@ from lightning_fl import (
 )
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.cli.arguments import COMMANDS, CONFIGS, WITH_FIT, did_you_mean
+from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, read_text
-from lightning_fl.types import FederationError
 
 #: Modules whose classes a configuration names.
 ROOMS = (

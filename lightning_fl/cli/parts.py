@@ -17,10 +17,10 @@ from lightning_fl.callbacks.report import write_partition
 from lightning_fl.check import STEPS, CheckResult, Run, check_columns
 from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.federated import FederatedCLI, start
+from lightning_fl.errors import FederationError
 from lightning_fl.integrations.config import ELSEWHERE, TRAINING, Configuration
 from lightning_fl.integrations.export import write_flower_app
 from lightning_fl.partition import summary
-from lightning_fl.types import FederationError
 
 
 class _PartsCLI(FederatedCLI):

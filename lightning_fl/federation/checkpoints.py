@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.fit import Fit, PreparedFit
 from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.round_boundary import deep_copy
@@ -27,11 +28,11 @@ from lightning_fl.federation.table import RoundTable
 from lightning_fl.files import error_context, short_repr
 from lightning_fl.hooks import replaced
 from lightning_fl.objectives import ClientModule
+from lightning_fl.options import describe
 from lightning_fl.runners import user_module
 from lightning_fl.runners.constants import complete
 from lightning_fl.runners.local_tensors import local_tensors
 from lightning_fl.store import ClientStore
-from lightning_fl.types import FederationError, describe
 
 #: State of the loop in a checkpoint written before the fit has started.
 NOT_BEGUN = {"round": 0}

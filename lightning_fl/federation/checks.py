@@ -23,8 +23,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from lightning_fl.contracts.data import FederatedData
+from lightning_fl.contracts.layout import VectorLayout
+from lightning_fl.errors import FederationError, check_package
 from lightning_fl.federation.dropped import list_clients
-from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.federation.measures import evaluating
 from lightning_fl.federation.processes import processes_of
 from lightning_fl.federation.results import is_finite
@@ -35,7 +37,6 @@ from lightning_fl.objectives import ClientModule
 from lightning_fl.runners import flat
 from lightning_fl.runners.optimizer import optimizers_in, params_of
 from lightning_fl.runners.spectral_norm import spectral_norms
-from lightning_fl.types import FederatedData, FederationError, check_package
 
 #: Unsupported callbacks: the reason, and an alternative if there is one.
 #:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 #: Descriptions of the causes with a column in every table of rounds. Callbacks may add others.
 CAUSES = {

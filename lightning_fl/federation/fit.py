@@ -15,6 +15,9 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils._pytree import tree_map
 
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.plan import Cohort, RoundPlan
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.checks import (
     check_clock,
     check_fit,
@@ -26,7 +29,6 @@ from lightning_fl.federation.checks import (
     warn_of_loader_length,
     warn_of_running_statistics,
 )
-from lightning_fl.federation.context import Federation
 from lightning_fl.federation.dropped import DropWarnings
 from lightning_fl.federation.measures import Measures, evaluating, on_device
 from lightning_fl.federation.memory import ClientMemory
@@ -53,7 +55,6 @@ from lightning_fl.runners.constants import with_all_names
 from lightning_fl.runners.samples import Collated, check_batch
 from lightning_fl.samplers import how_drawn
 from lightning_fl.store import ClientStore
-from lightning_fl.types import Cohort, FederationError, RoundPlan
 
 #: Maximum number of samples in a batch with which vectorized steps are checked.
 MOST_SAMPLES = 8

@@ -15,8 +15,9 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch import Tensor
 
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.errors import FederationError
 from lightning_fl.strategies import gathered
-from lightning_fl.types import FederationError, RoundPlan
 
 #: Hooks that may log before the local steps of a round. Every process calls them.
 BEFORE_STEPS = ("on_train_start", "on_train_epoch_start")

@@ -8,14 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.exchange import ClientPart
+from lightning_fl.contracts.client_part import ClientPart
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.errors import FederationError
 from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.runners.base import ClientRunner
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
-from lightning_fl.types import ClientUpdate, FederationError
 
 #: Name prefixes of the client state of update transforms and client parts.
 TRANSFORM, PART = "transform.", "part."

@@ -12,6 +12,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_fl.contracts.data import FederatedData
+from lightning_fl.contracts.phases import phase_ends, steps_left
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.processes import Processes
 from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.run_options import RunOptions
@@ -19,9 +23,7 @@ from lightning_fl.federation.table import COLUMNS
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.policies.base import HyperparameterPolicy, local_steps
 from lightning_fl.runners import Declared, VectorizedClients
-from lightning_fl.runners.phases import phase_ends, steps_left
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import FederatedData, FederationError, RoundPlan
 
 #: Hyperparameters that the loop uses.
 KNOWN_VALUES = {"lr", "lr_factor", "num_steps", "local_epochs", "participates"}

@@ -12,9 +12,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_fl.contracts.plan import RoundPlan
+from lightning_fl.errors import FederationError
 from lightning_fl.runners.constants import digest
 from lightning_fl.strategies import ClientParallelStrategy, gathered
-from lightning_fl.types import FederationError, RoundPlan
 
 
 class Processes(ABC):

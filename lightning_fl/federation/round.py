@@ -13,13 +13,17 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_fl.contracts.client_part import ClientContext
+from lightning_fl.contracts.feedback import Feedback
+from lightning_fl.contracts.plan import Step
+from lightning_fl.contracts.update import ClientUpdate, ServerState
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.checks import check_finite, check_options, warn_of_averaged_buffers
 from lightning_fl.federation.dropped import (
     check_causes,
     count_causes,
     list_clients,
 )
-from lightning_fl.federation.exchange import ClientContext
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.logs import ClientLogs
 from lightning_fl.federation.results import Results, is_finite, weights_and_losses
@@ -33,17 +37,10 @@ from lightning_fl.functional.randomness import (
     set_rng_state,
 )
 from lightning_fl.hooks import call_hook
+from lightning_fl.options import describe
 from lightning_fl.runners.optimizer import Options, params_of
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_module import StepModule
-from lightning_fl.types import (
-    ClientUpdate,
-    FederationError,
-    Feedback,
-    ServerState,
-    Step,
-    describe,
-)
 
 #: Methods of a module in a local step that no callback has.
 STEP_METHODS = ("training_step", "optimizer_step")
@@ -200,7 +197,7 @@ class Round:
             self.plan.num_steps[rows],
             self.start.vector,
             self.trained,
-            fit.runner,
+            fit.runner.add_to_gradients,
             mean_losses=lambda: fit.measures.client_losses(fit.runner, ids, round),
             mean_gradients=lambda: fit.measures.client_gradients(fit.runner, ids, round),
         )

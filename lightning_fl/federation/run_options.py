@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_fl.aggregators import Aggregator, FedAvg
-from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.contracts.phases import Phase
+from lightning_fl.errors import FederationError
+from lightning_fl.options import check_choice, check_integer, check_number, describe
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy
-from lightning_fl.runners.phases import Phase
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.transforms import UpdateTransform
-from lightning_fl.types import FederationError, describe
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from lightning_fl.errors import FederationError
 from lightning_fl.hooks import properties_set
 from lightning_fl.runners import ClientOptimizer
 from lightning_fl.runners.optimizer import Options
-from lightning_fl.types import FederationError
 
 
 def counts_of_one_client(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.transforms import Message, UpdateTransform
 
 

@@ -10,10 +10,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_fl.contracts.data import FederatedData
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.processes import Processes
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.table import RoundTable
-from lightning_fl.types import FederatedData, FederationError
 
 
 class Validation:

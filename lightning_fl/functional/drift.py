@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 
 def next_control(

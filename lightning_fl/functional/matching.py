@@ -28,8 +28,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_choice
-from lightning_fl.types import FederationError
 
 #: Number of elements to process at once, limited by the CPU cache.
 PIECE = 2**18

@@ -9,8 +9,8 @@ import torch
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_choice
-from lightning_fl.types import FederationError
 
 Graph = Literal["ring", "grid", "erdos_renyi", "complete"]
 #: Maximum number of draws to obtain a connected random graph.

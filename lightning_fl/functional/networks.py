@@ -21,9 +21,9 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.matching import Matching, Posterior, Process, match
 from lightning_fl.options import check_choice, check_integer, check_number
-from lightning_fl.types import FederationError
 
 Layers = Sequence[tuple[Tensor, Tensor]]
 #: Orders of clients, for the greedy pass and then for each sweep.

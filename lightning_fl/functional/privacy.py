@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_fl.contracts.plan import Cohort
+from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.hooks import quiet
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.types import Cohort, FederationError
 
 #: Silences warnings about skipped Renyi orders; the other orders are valid bounds.
 _quiet = partial(quiet, "absl", logging.ERROR)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_integer
-from lightning_fl.types import FederationError
 
 
 def stage_of(rounds: Sequence[int], round: int) -> int:

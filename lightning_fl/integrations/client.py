@@ -15,10 +15,13 @@ from torch.utils.data import Dataset
 from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.contracts.client_part import ClientPart
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.plan import Cohort, RoundPlan
+from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.datamodules import FederatedDataModule, FromClients
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.checkpoints import load_unsaved, unsaved_values
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.exchange import ClientPart
 from lightning_fl.federation.results import Results
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.hooks import quiet
@@ -37,11 +40,11 @@ from lightning_fl.integrations.server import (
     refuse_schedulers,
     trainer_of,
 )
+from lightning_fl.options import describe
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import Phase, VectorizedClients
 from lightning_fl.runners.constants import digest
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import ClientUpdate, Cohort, FederationError, RoundPlan, describe
 
 #: Options of a ``FederatedLoop`` that a client needs.
 OF_CLIENT = (

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator
+from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, write_atomically
+from lightning_fl.options import describe
 from lightning_fl.runners import ClientRunner
-from lightning_fl.types import FederationError, describe
 
 
 @dataclass(frozen=True)

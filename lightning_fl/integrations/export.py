@@ -9,8 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from shutil import copyfile
 
+from lightning_fl.errors import FederationError
 from lightning_fl.integrations.config import Configuration
-from lightning_fl.types import FederationError
 
 #: Files of an app, with names of :func:`write_flower_app` in braces.
 TEMPLATES = Path(__file__).parent / "flower_app"

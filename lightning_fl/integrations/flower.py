@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.federation.checkpoints import unsaved_values
 from lightning_fl.files import check_writable, error_context
@@ -32,7 +33,6 @@ from lightning_fl.integrations.exchange import (
 )
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
-from lightning_fl.types import FederationError
 
 imported("flwr", "lightning_fl.integrations.flower", "flower")
 

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
+from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.files import check_writable
 from lightning_fl.integrations.client import RemoteClient
@@ -32,7 +33,6 @@ from lightning_fl.integrations.exchange import (
 )
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
-from lightning_fl.types import FederationError
 
 imported("nvflare", "lightning_fl.integrations.nvflare", "nvflare")
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fl.contracts.client_part import ClientContext, ClientPart
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.update import ServerState
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.datamodules.splits import Split
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.exchange import ClientContext, ClientPart
 from lightning_fl.integrations.exchange import Reply
 from lightning_fl.runners import ClientRunner
 from lightning_fl.runners.optimizer import Rows
-from lightning_fl.types import ServerState
 
 
 class RemoteRunner(ClientRunner):
@@ -74,6 +74,8 @@ class Exchange(ClientPart):
         #: Id of the updates of this round, and of the client's last used one.
         self.update = self.last = 0
         self.broadcast: Mapping[str, Tensor] = {}
+        #: Tensors that came with the update.
+        self.extras: Mapping[str, Tensor] = {}
 
     def initial_memory(self, federation: Federation) -> dict[str, Tensor]:
         """Return the id of no update."""
@@ -88,9 +90,7 @@ class Exchange(ClientPart):
     def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
         """Remember the update, and return the tensors that came with it."""
         memory["last"] = torch.full_like(memory["last"], self.update)
-        assert isinstance(client.runner, RemoteRunner)
-        extras = client.runner.reply.extras.items()
-        return {name: value.to(client.delta.device) for name, value in extras}
+        return {name: value.to(client.delta.device) for name, value in self.extras.items()}
 
 
 class Elsewhere(FederatedDataModule):

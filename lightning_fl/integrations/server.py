@@ -18,6 +18,8 @@ from torch import Tensor
 from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator, DPFedAvg
 from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.contracts.plan import RoundPlan, Step
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.checkpoints import unsaved_values
 from lightning_fl.federation.dropped import CAUSES, describe_losses
 from lightning_fl.federation.results import weights_and_losses
@@ -30,7 +32,6 @@ from lightning_fl.options import check_flag
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners.constants import digest
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import FederationError, RoundPlan, Step
 
 #: Name of the logger of what a Trainer reports at the start and the end of each fit.
 LOG = "lightning.pytorch"
@@ -290,7 +291,7 @@ class RemoteServer(FederatedLoop):
         try:
             self._check(client, reply)
             assert isinstance(runner, RemoteRunner)
-            runner.reply = reply
+            runner.reply, self._exchange.extras = reply, reply.extras
             round.report(step, None)
             round.collect(step)
         except FederationError as error:  # rules check an update before they add it

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number
-from lightning_fl.types import FederationError
 
 
 class LoRA(nn.Module):

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from torch import nn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_integer
-from lightning_fl.types import FederationError
 
 
 class MLPClassifier(nn.Sequential):

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.models.weights import load_weights
 from lightning_fl.options import check_number, check_sizes
-from lightning_fl.types import FederationError
 
 
 class TextTransformer(nn.Module):

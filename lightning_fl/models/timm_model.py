@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.models.weights import load_weights
 from lightning_fl.options import check_integer
-from lightning_fl.types import FederationError
 
 
 class TimmModel(nn.Module):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, short_repr
-from lightning_fl.types import FederationError
 
 
 def load_weights(net: nn.Module, path: str, head: str) -> None:

@@ -14,6 +14,8 @@ from torch.func import functional_call
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fl.contracts.personal import PersonalModel
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.functional.summation import add_rows, empty_sum, merged_sums, sum_value
 from lightning_fl.hooks import attributes_set, overrides
@@ -23,7 +25,6 @@ from lightning_fl.objectives.recorder import Recorder
 from lightning_fl.objectives.terms import ModelView, Term, settable
 from lightning_fl.runners.constants import complete
 from lightning_fl.runners.step_module import StepModule
-from lightning_fl.types import FederationError, PersonalModel
 
 
 class _Precise(Metric):

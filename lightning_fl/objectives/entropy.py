@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.entropy import entropy_hinge
 from lightning_fl.objectives.terms import ModelView, Term
 from lightning_fl.options import check_flag, check_number
-from lightning_fl.types import FederationError
 
 
 class EntropyRegularizer(Term):

@@ -14,6 +14,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.mixture import (
     floored_log_weights,
     log_responsibilities,
@@ -22,7 +23,6 @@ from lightning_fl.functional.mixture import (
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.types import FederationError
 
 
 class FedEM(ClientModule):

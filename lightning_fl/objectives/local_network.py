@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_flag
-from lightning_fl.types import FederationError
 
 #: Name of a module's network, ``ClientModule.net``.
 NET = "net"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.contrastive import model_contrastive_loss
 from lightning_fl.objectives.local_network import LocalNetwork
 from lightning_fl.objectives.recorder import LAST_INPUT, Recorder, Trace
 from lightning_fl.objectives.terms import ModelView, Term
 from lightning_fl.options import check_number
-from lightning_fl.types import FederationError
 
 if TYPE_CHECKING:
     from lightning_fl.objectives.client_module import ClientModule

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fl.contracts.personal import PersonalModel
+from lightning_fl.errors import FederationError
 from lightning_fl.optimizers import Combined
-from lightning_fl.types import FederationError, PersonalModel
 
 
 class ParameterGroup(NamedTuple):

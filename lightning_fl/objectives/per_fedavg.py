@@ -10,11 +10,11 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_fl.federation.processes import processes_of
+from lightning_fl.errors import FederationError
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.objectives.local_network import trained_parameters
 from lightning_fl.options import check_flag, check_number
-from lightning_fl.types import FederationError
+from lightning_fl.strategies import ClientParallelStrategy
 
 
 class PerFedAvg(ClientModule):
@@ -77,10 +77,11 @@ class PerFedAvg(ClientModule):
         super().setup(stage)
         if stage != "fit":
             return
-        if processes_of(self.trainer).share_samples:
+        strategy = self.trainer.strategy
+        if self.trainer.world_size > 1 and not isinstance(strategy, ClientParallelStrategy):
             raise FederationError(
                 "PerFedAvg splits the batch of a client, and"
-                f" {type(self.trainer.strategy).__name__} splits it over processes: use"
+                f" {type(strategy).__name__} splits it over processes: use"
                 " strategy='client_parallel'"
             )
         data: Any = getattr(self.trainer, "datamodule", None)

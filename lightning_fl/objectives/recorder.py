@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 #: Names of point-wise non-linearities among the functions of torch, of ``torch.nn.functional`` and
 #: of tensors, in place or not. Modules have the same names without underscores.

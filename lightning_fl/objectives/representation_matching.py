@@ -9,13 +9,13 @@ import torch
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
 from lightning_fl.functional.representation import matching_error, pad_to, unpool
 from lightning_fl.objectives.parameter_groups import ParameterGroup
 from lightning_fl.objectives.recorder import Recorder, Trace
 from lightning_fl.objectives.terms import ModelView, Term
 from lightning_fl.options import check_choice, check_integer, check_number
-from lightning_fl.types import FederationError
 
 CONVOLUTIONS: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 

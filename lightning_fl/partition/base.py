@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_integer
-from lightning_fl.types import FederationError
 
 
 class Partition(ABC):

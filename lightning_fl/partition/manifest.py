@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, read_text, short_repr, write_atomically
 from lightning_fl.partition.base import Partition, fault_of
-from lightning_fl.types import FederationError
 
 FORMAT = "lightning_fl partition 1"
 

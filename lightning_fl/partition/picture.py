@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_fl.errors import FederationError
 from lightning_fl.partition.base import classes_of
 from lightning_fl.partition.summary import label_drift
-from lightning_fl.types import FederationError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.partition.base import Partition, classes_of
-from lightning_fl.types import FederationError
 
 #: Hint of an error about the concentration of a Dirichlet distribution.
 CONCENTRATION = (

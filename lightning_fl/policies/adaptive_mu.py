@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.feedback import Feedback
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.policies.base import HyperparameterPolicy, Signal, check_declared, shared_monitor
 from lightning_fl.policies.schedule import Schedule
-from lightning_fl.types import FederationError, Feedback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.feedback import Feedback
+from lightning_fl.contracts.phases import Phase, check_phases
+from lightning_fl.contracts.plan import full
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.runners import Declared, Phase
-from lightning_fl.runners.phases import check_phases
-from lightning_fl.types import FederationError, Feedback, full
+from lightning_fl.runners import Declared
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,8 +61,8 @@ class HyperparameterPolicy(nn.Module, ABC):
         FederationError: If not exactly one phase has no amount.
     """
 
-    #: Fields of :class:`~lightning_fl.types.Feedback` that the policy learns from, in addition to
-    #: the logged metrics. ``val_loss``: validation loss, also of the initial model.
+    #: Fields of :class:`~lightning_fl.contracts.feedback.Feedback` that the policy learns from, in
+    #: addition to the logged metrics. ``val_loss``: validation loss, also of the initial model.
     #: ``client_losses``: losses that clients report. ``contributions``: effect of each client on
     #: the validation loss, which requires a forward and backward pass over the validation samples.
     learns_from: frozenset[Signal] = frozenset()

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.feedback import Feedback
+from lightning_fl.contracts.phases import Phase
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.discrete_gaussian import (
     causal_weights,
     centered_weights,
@@ -27,8 +30,6 @@ from lightning_fl.policies.base import (
     check_values,
     local_steps,
 )
-from lightning_fl.runners import Phase
-from lightning_fl.types import FederationError, Feedback
 
 #: Range of learning rates and local steps in the paper's tasks; the paper does not give its grid.
 GRID: dict[str, Sequence[float]] = {

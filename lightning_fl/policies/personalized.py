@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.exchange import check_losses
+from lightning_fl.contracts.client_part import check_losses
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.feedback import Feedback
+from lightning_fl.contracts.phases import Phase
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, derive_seed
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
 from lightning_fl.options import check_choice, check_flag, check_number
@@ -20,8 +23,6 @@ from lightning_fl.policies.base import (
     check_values,
     local_steps,
 )
-from lightning_fl.runners import Phase
-from lightning_fl.types import FederationError, Feedback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.phases import Phase
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_integer, check_number
 from lightning_fl.policies.base import POSITIVE, HyperparameterPolicy, check_declared
-from lightning_fl.runners import Phase
-from lightning_fl.types import FederationError
 
 
 class Schedule(HyperparameterPolicy):

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.feedback import Feedback
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, derive_seed
 from lightning_fl.functional.stages import check_stages, stage_of
 from lightning_fl.policies.base import HyperparameterPolicy, shared_monitor
-from lightning_fl.types import FederationError, Feedback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.feedback import Feedback
 from lightning_fl.functional.randomness import RandomStream
 from lightning_fl.options import check_flag, check_number
 from lightning_fl.policies.base import HyperparameterPolicy, RandomPolicy
 from lightning_fl.policies.schedule import Schedule
-from lightning_fl.types import Feedback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import yaml
 
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.dropped import describe_cause
 from lightning_fl.files import one_line, read_text
 from lightning_fl.report.words import listed
-from lightning_fl.types import FederationError
 
 #: File name of the table of rounds, by which a folder is known to be that of a run.
 TABLE = "rounds.csv"

@@ -12,9 +12,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.callbacks.report import RunReport, run_folder
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.table import TABLE
 from lightning_fl.report.write import report
-from lightning_fl.types import FederationError
 
 #: Files that are written at the start of a fit, and those that exist after its first round.
 STARTED = ("partition.json", "environment.json")

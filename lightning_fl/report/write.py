@@ -17,6 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from lightning_fl import __version__
+from lightning_fl.errors import FederationError
 from lightning_fl.files import write_atomically
 from lightning_fl.report.figures import COLORS, Panel, svg
 from lightning_fl.report.groups import with_names
@@ -24,7 +25,6 @@ from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
 from lightning_fl.report.run import Run, find_runs, read_run
 from lightning_fl.report.several_runs import about_groups
-from lightning_fl.types import FederationError
 
 #: Folders of runs, or folders that contain runs.
 Runs: TypeAlias = str | Path | Sequence[str | Path]

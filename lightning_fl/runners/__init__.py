@@ -13,11 +13,11 @@
   lists hooks that a step calls.
 """
 
+from lightning_fl.contracts.phases import Phase
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
 from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.module import VectorizedClients, client_runner, user_module
 from lightning_fl.runners.optimizer import ClientOptimizer, optimizers_in
-from lightning_fl.runners.phases import Phase
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.tensors import TensorList, flat
 

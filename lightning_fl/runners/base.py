@@ -13,7 +13,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.contracts.client_part import GradientTerm
+from lightning_fl.contracts.layout import VectorLayout
+from lightning_fl.contracts.phases import Phase
+from lightning_fl.contracts.update import ServerState
+from lightning_fl.errors import FederationError
 from lightning_fl.runners.constants import Constants
 from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.local_tensors import named_local_tensors
@@ -23,7 +27,7 @@ from lightning_fl.runners.optimizer import (
     around_steps,
     params_of,
 )
-from lightning_fl.runners.phases import Phase, PhasedTraining
+from lightning_fl.runners.phases import PhasedTraining, trained_parameters
 from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.runners.tensors import (
     GLOBAL_PARAMETERS,
@@ -32,15 +36,11 @@ from lightning_fl.runners.tensors import (
     flat,
     is_floating,
 )
-from lightning_fl.types import FederationError, ServerState
 
 BufferPolicy = Literal["average", "server", "local"]
 #: Whether a client keeps its optimizer state between rounds: of all parameters, of none, or only of
 #: those that stay with the client.
 KeepOptimizer = bool | Literal["local"]
-#: Maps the stacked parameters of the clients in training, ``[k, *shape]`` by name, to values that
-#: are added to their gradients.
-GradientTerm = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 class ClientRunner(ABC):
@@ -420,7 +420,7 @@ class ClientRunner(ABC):
                 f"phases do not support {type(optimizer).__name__}, which moves parameters without"
                 " a gradient: choose another optimizer"
             )
-        names = [phase.parameters(self.module, self.private) for phase in phases]
+        names = [trained_parameters(phase, self.module, self.private) for phase in phases]
         self.phases = PhasedTraining(names, list(self.named_parameters))
 
     def start_phases(self, ends: Tensor) -> None:

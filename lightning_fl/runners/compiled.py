@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_fl.errors import first_line
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
-from lightning_fl.types import first_line
 
 #: Maximum number of batch shapes to compile, and of graphs of a shape and a kind of step.
 MOST_GRAPHS, MOST_VERSIONS = 2, 2

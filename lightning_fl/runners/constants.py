@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.runners.tensors import as_real
-from lightning_fl.types import FederationError
 
 #: Size in bytes above which frozen parameters take noticeable time and memory.
 LARGE = 2**24

@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_fl.errors import FederationError
 from lightning_fl.options import check_number
 from lightning_fl.runners.step_module import StepModule
-from lightning_fl.types import FederationError
 
 #: Optional attribute of a module: the numbers that a policy may set, with their own values by name.
 HYPERPARAMETERS = "federated_hyperparameters"
@@ -33,7 +33,7 @@ class Declared:
         >>> module.federated_hyperparameters = {"mu": 0.1}
         >>> Declared(module).check("policy", "mu", [0.5, float("nan")])
         Traceback (most recent call last):
-        lightning_fl.types.FederationError: mu of policy must be a finite number, got nan
+        lightning_fl.errors.FederationError: mu of policy must be a finite number, got nan
     """
 
     def __init__(self, module: LightningModule | None) -> None:

@@ -15,10 +15,10 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
+from lightning_fl.errors import FederationError
 from lightning_fl.hooks import attributes_set
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.step_module import StepModule
-from lightning_fl.types import FederationError
 
 Tensors = dict[str, Tensor]
 

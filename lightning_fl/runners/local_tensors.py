@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_fl.errors import FederationError
 from lightning_fl.runners.constants import constant_parameters
-from lightning_fl.types import FederationError
 
 #: Optional attribute of a module: names of parameters and buffers that stay with each client.
 LOCAL_TENSORS = "federated_local_parameters"

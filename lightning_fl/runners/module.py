@@ -12,6 +12,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_fl.contracts.data import ClientBatches
+from lightning_fl.errors import FederationError, check_package
 from lightning_fl.hooks import attributes_set
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
@@ -36,7 +38,6 @@ from lightning_fl.runners.step_hooks import (
 )
 from lightning_fl.runners.step_module import StepModule
 from lightning_fl.runners.vectorized import VectorizedRunner
-from lightning_fl.types import ClientBatches, FederationError, check_package
 
 #: Methods of the module itself, if clients train one after another.
 OF_MODULE = ("training_step", "configure_optimizers")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 Rows = Mapping[str, Tensor]
 #: Options of each parameter group, by name.

@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from lightning_fl.contracts.data import ClientBatches
+from lightning_fl.errors import FederationError
 from lightning_fl.runners.tensors import select
-from lightning_fl.types import ClientBatches, FederationError
 
 
 class Padded(NamedTuple):

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
+from lightning_fl.errors import FederationError, first_line
 from lightning_fl.functional.randomness import rng_state, seeded_rng
 from lightning_fl.hooks import attributes_set, call_hook, properties_set
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
@@ -28,7 +29,6 @@ from lightning_fl.runners.module_copy import copied_module
 from lightning_fl.runners.optimizer import ELEMENTWISE, PROPORTIONAL, copied_onto, tensors_in
 from lightning_fl.runners.samples import Collated, copied
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, is_equal, is_floating
-from lightning_fl.types import FederationError, first_line
 
 #: Largest size of the parameters and buffers of a module that is copied, in bytes.
 MAX_BYTES = 2**26

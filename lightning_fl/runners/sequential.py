@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fl.contracts.update import ServerState
+from lightning_fl.errors import FederationError
 from lightning_fl.runners.base import ClientRunner
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import reported_loss
 from lightning_fl.runners.optimizer import OPTIMIZER_ROWS, Rows, params_of
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, to_cpu
-from lightning_fl.types import FederationError, ServerState
 
 
 class SequentialRunner(ClientRunner):

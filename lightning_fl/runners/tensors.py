@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 #: Optional attribute of a module for the parameters that its client started from.
 GLOBAL_PARAMETERS = "federated_global_parameters"

@@ -12,6 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_fl.contracts.update import ServerState
+from lightning_fl.errors import FederationError
 from lightning_fl.hooks import attributes_set
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
 from lightning_fl.runners.compiled import MOST_GRAPHS, Graphs, graph_of, shape_of, with_gradients
@@ -34,7 +36,6 @@ from lightning_fl.runners.tensors import (
     to_cpu,
     unflatten,
 )
-from lightning_fl.types import FederationError, ServerState
 
 
 class VectorizedRunner(ClientRunner):

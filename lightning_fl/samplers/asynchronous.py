@@ -9,14 +9,14 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_integer
 from lightning_fl.policies.base import local_steps
 from lightning_fl.samplers.base import ClientSampler
 from lightning_fl.samplers.clock import Flush, VirtualClock
 from lightning_fl.samplers.durations import HasDurations, SimulatedDurations, read_durations
-from lightning_fl.types import FederationError
 
 #: Maps a client, the round in which it starts, and the number of its earlier starts to seconds.
 Seconds = Callable[[int, int, int], float]

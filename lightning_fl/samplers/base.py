@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
 
 
 class ClientSampler(ABC):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from lightning_fl.types import FederationError
+from lightning_fl.errors import FederationError
 
 
 class Flush(NamedTuple):

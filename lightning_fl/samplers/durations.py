@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from lightning_fl.errors import FederationError
 from lightning_fl.files import is_index, read_cells, short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
-from lightning_fl.types import FederationError
 
 
 @dataclass

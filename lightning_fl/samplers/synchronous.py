@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.fairness import draw_from_mixture
-from lightning_fl.options import check_number
+from lightning_fl.options import check_number, describe
 from lightning_fl.samplers.base import ClientSampler
-from lightning_fl.types import FederationError, describe
 
 
 class PoissonSampler(ClientSampler):

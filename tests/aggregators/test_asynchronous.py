@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAsync, FedAvg, FedBuff, Scaffold, Staged
 from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule, Stragglers

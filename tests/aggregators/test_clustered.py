@@ -8,9 +8,9 @@ import torch
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import ClusteredFL, FedAvg
 from lightning_fl.callbacks import FederatedLoop, RunReport
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.functional.similarity import cosine_similarity
 from lightning_fl.partition import Natural
 from lightning_fl.types import ClientUpdate, Cohort, FederationError

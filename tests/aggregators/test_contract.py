@@ -41,7 +41,7 @@ from lightning_fl.aggregators import (
     ZeroPadding,
 )
 from lightning_fl.aggregators.robust import RobustAggregator
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
 from lightning_fl.types import ClientUpdate, Cohort
 
 

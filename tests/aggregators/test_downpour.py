@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from lightning_fl.aggregators import Downpour, FedOpt
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.types import ClientUpdate, Cohort
 
 

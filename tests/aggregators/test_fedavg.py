@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fl.aggregators import FedAvg
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
 from lightning_fl.functional import weighted_mean
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 

@@ -7,8 +7,8 @@ from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import FedAvg, FedDyn, Staged
 from lightning_fl.aggregators.feddyn import DynamicRegularizer
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.functional.drift import dynamic_term, next_gradient
 from lightning_fl.objectives import Proximal
 from lightning_fl.partition import QuantitySkew

@@ -12,9 +12,10 @@ from lightning_fl.functional.networks import MatchingOptions, match_upwards
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.layer_stack import LayerStack
 from lightning_fl.models import LeNet
+from lightning_fl.options import describe
 from lightning_fl.policies import Schedule
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import FederationError, describe
+from lightning_fl.types import FederationError
 
 
 def module(seed=0, optimizer=torch.optim.SGD, **options):

@@ -7,10 +7,11 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_fl.aggregators import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedOpt, FedYogi
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.optimizers import Adaptive
-from lightning_fl.types import ClientUpdate, Cohort, FederationError, describe
+from lightning_fl.options import describe
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 
 def rounds(rule, count, server=None, seed=0):

@@ -13,7 +13,7 @@ from scipy import stats
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import DPFedAvg, FedAvg, Staged, private
 from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
 from lightning_fl.functional.privacy import epsilon
 from lightning_fl.policies import (
     DiscreteGaussianReinforce,

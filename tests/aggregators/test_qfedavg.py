@@ -6,8 +6,8 @@ import torch
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, QFedAvg
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.federation.measures import Measures
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule

@@ -15,8 +15,8 @@ from lightning_fl.aggregators import (
     TrimmedMean,
 )
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.functional.robust import (
     coordinate_median,
     geometric_median,

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, Scaffold, Staged
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import Quantize
 from lightning_fl.types import ClientUpdate, Cohort, FederationError

@@ -6,7 +6,7 @@ import torch
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.federation.exchange import ClientPart, MeanLosses
+from lightning_fl.contracts.client_part import ClientPart, MeanLosses
 from lightning_fl.federation.results import is_finite
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError

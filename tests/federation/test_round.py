@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.federation.exchange import ClientPart
+from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.partition import IID
 from lightning_fl.policies import Schedule
 from lightning_fl.samplers import ClientSampler

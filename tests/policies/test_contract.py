@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from lightning_fl.contracts.plan import full
 from lightning_fl.policies import (
     AdaptiveMu,
     DiscreteGaussianReinforce,
@@ -13,7 +14,7 @@ from lightning_fl.policies import (
     Stragglers,
 )
 from lightning_fl.runners import Phase
-from lightning_fl.types import FederationError, Feedback, RoundPlan, full
+from lightning_fl.types import FederationError, Feedback, RoundPlan
 
 POLICIES = {
     "Schedule()": Schedule,

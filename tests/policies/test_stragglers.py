@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
 from lightning_fl.policies import (
     DiscreteGaussianReinforce,
     HyperparameterPolicy,

@@ -12,11 +12,12 @@ from torch import nn
 
 from lightning_fl.aggregators import FedNova, Scaffold
 from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.contracts.phases import phase_ends
 from lightning_fl.optimizers import PFedMe
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import Phase, VectorizedClients
-from lightning_fl.runners.phases import PhasedTraining, phase_ends
+from lightning_fl.runners.phases import PhasedTraining
 from lightning_fl.types import FederationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation and test use the global model")

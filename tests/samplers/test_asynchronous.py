@@ -5,7 +5,7 @@ import torch
 
 from lightning_fl.aggregators import FedBuff
 from lightning_fl.callbacks import ClientFaults
-from lightning_fl.federation.context import Federation
+from lightning_fl.contracts.context import Federation
 from lightning_fl.policies import DiscreteGaussianReinforce, HyperparameterPolicy, Schedule
 from lightning_fl.samplers import AsynchronousSampler
 from lightning_fl.types import Cohort, FederationError

@@ -6,8 +6,8 @@ from torch import nn
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
-from lightning_fl.federation.context import Federation
-from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.federation.memory import ClientMemory
 from lightning_fl.policies import Schedule
 from lightning_fl.store import ClientStore

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fl.federation.context import Federation
-from lightning_fl.runners.base import ClientRunner, GradientTerm
-from lightning_fl.types import FederationError
+from lightning_fl.contracts.context import Federation
+from lightning_fl.errors import FederationError
 
+#: Maps the stacked parameters of the clients in training, ``[k, *shape]`` by name, to values that
+#: are added to their gradients.
+GradientTerm = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 #: Function that evaluates the clients in training on all their training samples.
 Measure = Callable[[], Tensor]
 
@@ -32,7 +34,10 @@ class ClientContext:
         num_steps: Number of local steps per client in this round, ``[k]``.
         start_model: Models from which the clients start, ``[k, P]``, with buffers.
         trained: Mask of the trained parameters, ``[num_parameters]``; None means all.
-        runner: Runner of the clients.
+        add_to_gradients: Adds a term to the gradients in every local step of these clients in this
+            round, after gradient clipping and before the update of the optimizer. A term maps
+            stacked parameters by name, ``[k, *shape]``, to values of the same shapes by name; names
+            may be omitted.
         mean_losses: Returns the mean loss of each client's model on all its training samples,
             ``[k]``. Runs one pass over the samples in evaluation mode. The module must have a
             method ``federated_losses(batch)`` that returns the loss of each sample.
@@ -47,7 +52,7 @@ class ClientContext:
     num_steps: Tensor
     start_model: Tensor
     trained: Tensor | None
-    runner: ClientRunner
+    add_to_gradients: Callable[[GradientTerm], None]
     mean_losses: Measure
     mean_gradients: Measure
     #: Local models minus the models from which the clients started, ``[k, P]``. Available after
@@ -56,17 +61,6 @@ class ClientContext:
     #: Mean learning rate over the local steps of each client, ``[k]`` in float64. Available after
     #: training. Includes schedulers; taken from the first parameter group of the optimizer.
     lr: Tensor = field(init=False)
-
-    def add_to_gradients(self, term: GradientTerm) -> None:
-        """Add a term to the gradients in every local step of these clients in this round.
-
-        The term is added after gradient clipping and before the update of the optimizer.
-
-        Args:
-            term: Maps stacked parameters by name, ``[k, *shape]``, to terms of the same shapes by
-                name. Names may be omitted.
-        """
-        self.runner.add_to_gradients(term)
 
 
 class ClientPart(ABC):

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fl.federation.layout import VectorLayout
-from lightning_fl.runners.phases import Phase
-from lightning_fl.types import Cohort, FederationError
+from lightning_fl.contracts.layout import VectorLayout
+from lightning_fl.contracts.phases import Phase
+from lightning_fl.contracts.plan import Cohort
+from lightning_fl.errors import FederationError
 
 
 @dataclass(frozen=True)
