@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from typing import Any
 
@@ -178,8 +179,10 @@ class DPFedAvg(FedOpt):
     def compute(self) -> Tensor:
         """Return the global model after one optimizer step with the noisy mean."""
         size, noise, mask = self._drawn.size, self.noise_multiplier, self._mask()
-        seed = self.known_federation.seed
-        random = generator(seed, RandomStream.NOISE, int(self.round))
+        # Runs with other options draw other noise, or it would cancel in the difference of models.
+        key = hashlib.sha256(self.known_federation.configuration.encode()).digest()[:7]
+        stream = RandomStream.NOISE, int(self.round), int.from_bytes(key, "big")
+        random = generator(self.known_federation.seed, *stream)
         if self.quantile is not None:
             noise = noise_beside_a_count(noise, self._count_noise)
         deviation = noise * self._norm

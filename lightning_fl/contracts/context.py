@@ -43,6 +43,7 @@ class Federation:
         local_parameters: Names of the parameters and buffers that stay with each client.
         phases: Phases of local training, in which some of the parameters are trained.
         update_transforms: Transforms of the clients' updates.
+        configuration: Text that differs between runs with other options; empty outside of a fit.
 
     Example:
         >>> Federation(num_clients=20, sampling=Cohort(size=5, clients=20)).num_parameters is None
@@ -68,6 +69,7 @@ class Federation:
     local_parameters: Sequence[str] = ()
     phases: Sequence[Phase] = ()
     update_transforms: Sequence[Any] = ()
+    configuration: str = ""
 
     @property
     def num_parameters(self) -> int | None:

@@ -27,8 +27,6 @@ from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.table import RoundTable
 from lightning_fl.files import error_context, short_repr
 from lightning_fl.hooks import replaced
-from lightning_fl.objectives import ClientModule
-from lightning_fl.options import describe
 from lightning_fl.runners import user_module
 from lightning_fl.runners.constants import complete
 from lightning_fl.runners.local_tensors import local_tensors
@@ -91,25 +89,7 @@ class Resume:
         Args:
             prepared: The fit that starts.
         """
-        options, planner, user = prepared.options, prepared.planner, user_module(prepared.module)
-        terms = user.terms if isinstance(user, ClientModule) else ()
-        self._identity = {
-            "num_clients": planner.num_clients,
-            "checksum": prepared.checksum,
-            "aggregator_class": type(options.aggregator).__name__,
-            "policy_class": type(options.policy).__name__,
-            "buffers": options.buffer_policy,
-            "optimizer_state": options.optimizer_state,
-        }
-        self._options = {
-            **options.described(planner.cohort_size),
-            "phases": [repr(phase) for phase in options.phases],
-            "update_transforms": [describe(transform) for transform in options.update_transforms],
-            "batches in a local epoch": int(planner.batches_per_epoch.sum()),
-            "checksum of the training labels": getattr(prepared.data, "samples_checksum", ""),
-            "faults and attacks": [describe(watcher) for watcher in prepared.watchers],
-            "terms": [describe(term) for term in terms],
-        }
+        self._identity, self._options = prepared.identity(), prepared.described()
 
     def identity(self, module: LightningModule) -> dict[str, Any]:
         """Return the values that must be the same in a resumed run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -42,6 +43,8 @@ from lightning_fl.federation.traffic import Traffic
 from lightning_fl.federation.validation import Validation
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set
+from lightning_fl.objectives import ClientModule
+from lightning_fl.options import describe
 from lightning_fl.runners import (
     ClientRunner,
     Declared,
@@ -58,6 +61,19 @@ from lightning_fl.store import ClientStore
 
 #: Maximum number of samples in a batch with which vectorized steps are checked.
 MOST_SAMPLES = 8
+
+
+def describe_optimizer(trainer: Trainer) -> list[str]:
+    """Return the optimizer and the schedulers of a Trainer, with their plain options."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    options: dict[Any, dict[str, Any]] = {each: each.defaults for each in trainer.optimizers}
+    options |= {each: vars(each) for each in schedulers}
+    return [
+        f"{type(each).__name__} {name}={value}"
+        for each, values in options.items()
+        for name, value in sorted(values.items())
+        if isinstance(value, bool | int | float | str | tuple) and name[0] != "_"
+    ]
 
 
 class PreparedFit:
@@ -116,6 +132,40 @@ class PreparedFit:
         self.client_parts = options.aggregator.client_parts
         #: State written to checkpoints.
         self.boundary = RoundBoundary(trainer, key)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the values by name that must be the same in a resumed run."""
+        options = self.options
+        return {
+            "num_clients": self.planner.num_clients,
+            "checksum": self.checksum,
+            "aggregator_class": type(options.aggregator).__name__,
+            "policy_class": type(options.policy).__name__,
+            "buffers": options.buffer_policy,
+            "optimizer_state": options.optimizer_state,
+        }
+
+    def described(self) -> dict[str, Any]:
+        """Return the options by name that may differ in a resumed run, with a warning."""
+        options, user = self.options, user_module(self.module)
+        terms = user.terms if isinstance(user, ClientModule) else ()
+        return {
+            **options.described(self.planner.cohort_size),
+            "phases": [repr(phase) for phase in options.phases],
+            "update_transforms": [describe(transform) for transform in options.update_transforms],
+            "batches in a local epoch": int(self.planner.batches_per_epoch.sum()),
+            "checksum of the training labels": getattr(self.data, "samples_checksum", ""),
+            "faults and attacks": [describe(watcher) for watcher in self.watchers],
+            "terms": [describe(term) for term in terms],
+        }
+
+    def configuration(self) -> str:
+        """Return a text that differs between runs with other options, and not between processes."""
+        trainer = self.trainer
+        optimizer = describe_optimizer(trainer)
+        training = [trainer.precision, trainer.gradient_clip_val, trainer.gradient_clip_algorithm]
+        text = repr([self.identity(), self.described(), optimizer, training])
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", text)  # addresses of objects
 
     def _describe(self, user: LightningModule) -> Federation:
         options, planner = self.options, self.planner
@@ -223,6 +273,7 @@ class Fit:
             seed=seed,
             local_parameters=list(self.runner.private),
             traffic=traffic.of_a_client(),
+            configuration=prepared.configuration(),
         )
         check_clock(self.options, self.planner.is_drawn)
         self.options.sampler.begin(self.federation)

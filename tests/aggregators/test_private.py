@@ -2,6 +2,7 @@
 
 import csv
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -383,6 +384,45 @@ def test_a_child_of_a_known_sampler_is_not_accounted_for(simulate, sampler):
         FederationError, match="no privacy accountant supports this sampling of 2 of 4"
     ):
         simulate(aggregator=DPFedAvg(), clients_per_round=2, sampler=sampler)
+
+
+def test_continuations_with_other_options_draw_other_noise(simulate, fit, tmp_path):
+    """Else the difference of two models that go on from one checkpoint has no noise."""
+
+    def model(rule=None, lr=0.1, rounds=2, **options):
+        module = ClientModule(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=lr))
+        with torch.no_grad():
+            torch.nn.init.zeros_(module.net.weight)
+            torch.nn.init.zeros_(module.net.bias)
+        options = {"policy": Schedule(num_steps=1), "seed": 3} | options
+        rule = rule or DPFedAvg(1.0, 1e-6)  # updates are nothing beside the noise
+        again = {"ckpt_path": str(tmp_path / "last.ckpt")} if rounds == 2 else {}
+        callbacks = [] if again else [RoundCheckpoint(str(tmp_path))]
+        loop = FederatedLoop(aggregator=rule, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(
+                module.double(),
+                loop,
+                rounds=rounds,
+                callbacks=callbacks,
+                enable_checkpointing=not again,
+                **again,
+            )
+        return module.net.weight.detach() * 1e6
+
+    start = model(rounds=1)
+    same = model()
+    assert torch.equal(model(), same)
+    deviation = float((same - start).std())
+    assert deviation > 0.05
+    for other in (
+        model(DPFedAvg(1.0, 1e-6, delta=0.01)),
+        model(DPFedAvg(1.0, 1.0001e-6)),
+        model(lr=0.1001),
+        model(policy=Schedule(num_steps=2)),
+    ):
+        assert float((other - same).std()) > 0.5 * deviation
 
 
 def test_policies_do_not_hear_single_clients(simulate):
