@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_fl.aggregators import NeuronMatching
+from lightning_fl.aggregators.matching.layer_stack import Layers, LayerStack
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
-from lightning_fl.layer_stack import Layers, LayerStack
 from lightning_fl.options import check_integer, check_number
 from lightning_fl.runners import user_module
 from lightning_fl.types import FederationError

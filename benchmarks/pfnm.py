@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 
-from lightning_fl.aggregators.matching_search import SEARCHED, narrowest
+from lightning_fl.aggregators.matching.search import SEARCHED, narrowest
 from lightning_fl.datamodules import CIFAR10, MNIST
 from lightning_fl.functional.networks import (
     Layers,

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_fl.aggregators.matching import NeuronMatching
+from lightning_fl.aggregators import NeuronMatching
 from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.callbacks.client_table import KINDS, summary, write_table
 from lightning_fl.callbacks.federated_loop import loop_of

@@ -15,8 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_fl.aggregators import Aggregator
-from lightning_fl.aggregators.matching import NeuronMatching
+from lightning_fl.aggregators import Aggregator, NeuronMatching
 from lightning_fl.callbacks.client_table import Points, line_figure
 from lightning_fl.callbacks.faults import ClientFaults
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of

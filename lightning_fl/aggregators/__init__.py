@@ -11,14 +11,11 @@ from lightning_fl.aggregators.fedasync import FedAsync
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.aggregators.fedbuff import FedBuff
 from lightning_fl.aggregators.feddyn import FedDyn
-from lightning_fl.aggregators.fedma import FedMA
 from lightning_fl.aggregators.fednova import FedNova
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from lightning_fl.aggregators.flexlora import FlexLoRA
 from lightning_fl.aggregators.gossip import Gossip
-from lightning_fl.aggregators.matching import NeuronMatching
-from lightning_fl.aggregators.pfnm import PFNM
-from lightning_fl.aggregators.pfnm_streaming import StreamingPFNM
+from lightning_fl.aggregators.matching import PFNM, FedMA, NeuronMatching, StreamingPFNM
 from lightning_fl.aggregators.private import DPFedAvg
 from lightning_fl.aggregators.qfedavg import QFedAvg
 from lightning_fl.aggregators.robust import (

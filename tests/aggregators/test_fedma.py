@@ -6,11 +6,11 @@ from torch import nn
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, FedMA
+from lightning_fl.aggregators.matching.layer_stack import LayerStack
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.networks import MatchingOptions, match_upwards
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.layer_stack import LayerStack
 from lightning_fl.models import LeNet
 from lightning_fl.options import describe
 from lightning_fl.policies import Schedule

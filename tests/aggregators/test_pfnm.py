@@ -12,10 +12,10 @@ from torch import nn
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, FedAvg, Staged
+from lightning_fl.aggregators.matching.layer_stack import LayerStack
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.contracts.context import Federation
 from lightning_fl.functional.networks import MatchingOptions, match_networks
-from lightning_fl.layer_stack import LayerStack
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 

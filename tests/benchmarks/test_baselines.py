@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, FedAvg, FedMA
+from lightning_fl.aggregators.matching.layer_stack import LayerStack
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
-from lightning_fl.layer_stack import LayerStack
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError

@@ -118,7 +118,7 @@ def test_half_precision_is_no_reason_to_train_one_after_another(train, tiny, fla
 class Teacher(Linear):
     """Keeps an average of itself in frozen parameters; its batches may be padded."""
 
-    federated_knows_weights, federated_sample_weight = True, None
+    _sample_weight = None
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ class Teacher(Linear):
     def training_step(self, batch, batch_idx):
         with torch.no_grad():
             self.teacher.weight.mul_(0.5).add_(self.net.weight, alpha=0.5)
-        outputs, weight = self.net(batch[0]), self.federated_sample_weight
+        outputs, weight = self.net(batch[0]), self._sample_weight
         losses = F.cross_entropy(outputs, batch[1], reduction="none")
         losses = losses + (outputs - self.teacher(batch[0])).square().mean(1)
         return losses.mean() if weight is None else losses @ weight

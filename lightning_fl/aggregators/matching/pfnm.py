@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fl.aggregators.matching import NeuronMatching
+from lightning_fl.aggregators.matching.layer_stack import Layers
+from lightning_fl.aggregators.matching.neuron_matching import NeuronMatching
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions, match_networks
-from lightning_fl.layer_stack import Layers
 from lightning_fl.options import check_choice
 
 

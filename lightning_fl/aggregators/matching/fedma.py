@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from lightning_fl.aggregators.matching import NeuronMatching
+from lightning_fl.aggregators.matching.layer_stack import Layers
+from lightning_fl.aggregators.matching.neuron_matching import NeuronMatching
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions, match_upwards
-from lightning_fl.layer_stack import Layers
 
 
 class FedMA(NeuronMatching):

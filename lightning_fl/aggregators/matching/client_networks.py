@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_fl.aggregators.matching.layer_stack import Layers, LayerStack
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import (
     RandomStream,
@@ -14,12 +15,21 @@ from lightning_fl.functional.randomness import (
     generator,
     seeded_rng,
 )
-from lightning_fl.layer_stack import Layers, LayerStack
-
-if TYPE_CHECKING:
-    from lightning_fl.aggregators.matching import NeuronMatching
 
 Shapes = list[tuple[int, int]]
+
+
+class NetworkOptions(Protocol):
+    """Options of a rule on the networks of its clients."""
+
+    widths: Any  # a sequence of integers, or None
+    starts_from: Literal["own", "server"]
+    seed: int | None
+    std: float | None
+    bias_mean: float
+
+    def seed_of(self, seed: int | None) -> int:
+        """Return a seed, or the seed of the run for None."""
 
 
 class ClientNetworks:
@@ -32,7 +42,7 @@ class ClientNetworks:
         rule: The rule, whose options the networks have.
     """
 
-    def __init__(self, chain: LayerStack, rule: NeuronMatching) -> None:
+    def __init__(self, chain: LayerStack, rule: NetworkOptions) -> None:
         self.chain, self.rule = chain, rule
         #: Shapes of the module's layers, and its initial network.
         self.shapes, self.initial = chain.shapes, chain.read()

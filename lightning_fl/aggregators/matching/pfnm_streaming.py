@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.aggregators.matching import NeuronMatching
-from lightning_fl.aggregators.matching_clients import padded
+from lightning_fl.aggregators.matching.client_networks import padded
+from lightning_fl.aggregators.matching.layer_stack import Layers
+from lightning_fl.aggregators.matching.neuron_matching import NeuronMatching
 from lightning_fl.functional.matching import Posterior
 from lightning_fl.functional.networks import (
     MatchedNetwork,
@@ -20,7 +21,6 @@ from lightning_fl.functional.networks import (
 )
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.tables import make_place, with_place
-from lightning_fl.layer_stack import Layers
 from lightning_fl.options import check_integer, check_number
 
 

@@ -11,21 +11,21 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.aggregators.matching_assignments import (
+from lightning_fl.aggregators.matching.assignments import (
     assignment_table,
     draw_assignments,
     read_table,
     table_fits,
 )
-from lightning_fl.aggregators.matching_clients import ClientNetworks
-from lightning_fl.aggregators.matching_search import candidates, narrowest
+from lightning_fl.aggregators.matching.client_networks import ClientNetworks
+from lightning_fl.aggregators.matching.layer_stack import Layers, LayerStack
+from lightning_fl.aggregators.matching.search import candidates, narrowest
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.tables import PLACES, make_place, with_place
-from lightning_fl.layer_stack import Layers, LayerStack
 from lightning_fl.options import check_choice, check_integer, check_number
 
 if TYPE_CHECKING:
