@@ -531,6 +531,7 @@ ROWS = {
         policy=Schedule(num_steps=3, phases=[Phase("local", num_steps=1), Phase("shared")]),
         optimizer_state="keep",
         clients_per_round=4,
+        trainer={"check_val_every_n_epoch": 2},
     ),
     "plateau, EarlyStopping": lambda root: row(
         Plateau(True, metric=False),

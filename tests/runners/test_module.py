@@ -20,6 +20,7 @@ from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners.vectorized import Stacks
 from lightning_fl.types import FederationError
 from linear import Linear
+from own_starts import OwnStarts
 
 adam = functools.partial(torch.optim.Adam, lr=0.01)
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -322,13 +323,6 @@ def client(tiny):
         return kind(net(), [term() for term in terms], optimizer).double()
 
     return make
-
-
-class OwnStarts(FedAvg):
-    """Every client starts somewhere else."""
-
-    def models_for(self, clients):
-        return self.server + 0.1 * (1 + clients[:, None])
 
 
 def prox():

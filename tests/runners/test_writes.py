@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_fl.aggregators import FedAvg
 from lightning_fl.types import FederationError
 from linear import Linear
+from own_starts import OwnStarts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* trains one client after another")
 
@@ -158,9 +160,10 @@ class Hooked(Linear):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("steps_per_batch", [1, 3])
-def test_writes_of_client_hooks_are_kept(agrees, tiny, steps_per_batch):
-    agrees(lambda: tiny(Hooked), steps_per_batch=steps_per_batch, rounds=3)
+@pytest.mark.parametrize(("rule", "steps"), [(FedAvg, 1), (FedAvg, 3), (OwnStarts, 3)])
+def test_writes_of_client_hooks_are_kept(agrees, tiny, rule, steps):
+    federation = {"aggregator": rule()}
+    agrees(lambda: tiny(Hooked), steps_per_batch=steps, rounds=3, federation=federation)
 
 
 # --- buffers that a federation cannot manage ------------------------------------------------------
