@@ -44,6 +44,7 @@ class ClientUpdate:
         FederationError: If the lengths differ.
 
     Example:
+        >>> import torch
         >>> update = ClientUpdate(torch.tensor([3, 5]), torch.ones(2, 4), torch.tensor([10, 20]))
         >>> update.select(torch.tensor([False, True])).clients
         tensor([5])

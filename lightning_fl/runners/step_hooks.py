@@ -100,10 +100,14 @@ def changes_transfers(trainer: Trainer) -> bool:
 
 
 def gradient_callbacks(trainer: Trainer) -> list[str]:
-    """Return the names of callbacks that can read or change gradients."""
+    """Return the names of callbacks that can read or change gradients, without this library's."""
+
+    def sees(callback: Callback, hook: str) -> bool:
+        is_ours = getattr(callback, hook).__module__.startswith("lightning_fl.")
+        return overrides(callback, hook, Callback) and not is_ours
+
     return [
         type(callback).__name__
         for callback in trainer.callbacks  # type: ignore[attr-defined]  # a connector's
-        if not callback.__module__.startswith("lightning_fl.")
-        and any(overrides(callback, hook, Callback) for hook in GRADIENT_HOOKS)
+        if any(sees(callback, hook) for hook in GRADIENT_HOOKS)
     ]
