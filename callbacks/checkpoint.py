@@ -50,7 +50,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; see :func:`read_checkpoint`.
+        """Read a checkpoint; see ``read_checkpoint``.
 
         Lightning alone would execute code in checkpoints from ``http://``, or if the environment
         variable ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.

@@ -85,8 +85,9 @@ nitpick_ignore_regex = [
     ("py:.*", r"nvflare\..*|FLModel|ModelAggregator"),
     ("py:.*", r"lightning_fl\.(\w+\.)*_\w+"),
     ("py:class", r"lightning_fl\.callbacks\.attacks\.ReplaceableData"),  # a protocol of one method
-    # Parts of a sampler and of the report that are not public.
+    # Parts of a sampler, of the report, of matching and of a step that are not public.
     ("py:class", r"lightning_fl\.(samplers\.(clock|durations)|callbacks\.participation)\.\w+"),
+    ("py:class", r"lightning_fl\.(aggregators\.matching|runners\.step_module)\.[\w.]+"),
 ]
 
 
@@ -99,7 +100,8 @@ GoogleDocstring._consume_inline_attribute = lambda self: (
 
 #: Rooms without public names of their own, whose files are sections of a page.
 BY_FILE = tuple(
-    f"lightning_fl.{name}" for name in ("cli", "federation", "functional", "integrations")
+    f"lightning_fl.{name}"
+    for name in ("cli", "contracts", "federation", "functional", "integrations")
 )
 
 
@@ -116,6 +118,8 @@ def write_api(app: Sphinx) -> None:
     """
     pages, rows = {}, []
     for name in modules(lightning_fl):
+        if name == "lightning_fl.types":  # whose names are those of contracts
+            continue
         room = import_module(name)
         is_by_file = name in BY_FILE
         own = [] if is_by_file and hasattr(room, "__all__") else [name]

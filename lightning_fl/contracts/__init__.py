@@ -1,4 +1,4 @@
 """What rules, policies, samplers and data modules see: plans, updates, the run, client parts.
 
-The names of :mod:`lightning_fl.types` are defined here.
+``lightning_fl.types`` has the names that are imported most.
 """
