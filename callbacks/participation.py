@@ -69,7 +69,9 @@ class Participation:
         return CODES[self.outcomes.index(cause)]
 
     def _texts(self) -> Iterator[bytes]:
-        return map(zlib.decompress, self._rounds)
+        """Yield the rounds; a row of a damaged checkpoint ends after the number of clients."""
+        for row in self._rounds:
+            yield zlib.decompressobj().decompress(row, self.num_clients)
 
     def counts(self) -> np.ndarray[Any, Any]:
         """Return the number of rounds and of dropped updates of each client, ``[2, n]``."""
@@ -112,4 +114,5 @@ class Participation:
 
     def fits(self, num_rounds: int, num_clients: int) -> bool:
         """Return whether a restored record has these rounds and clients."""
-        return (len(self), self.num_clients) == (num_rounds, num_clients)
+        is_same = (len(self), self.num_clients) == (num_rounds, num_clients)
+        return is_same and all(len(text) == num_clients for text in self._texts())

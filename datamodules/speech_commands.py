@@ -17,7 +17,7 @@ from lightning_fl.options import check_flag
 KEYWORDS = ("down", "go", "left", "no", "off", "on", "right", "stop", "up", "yes")
 VERSION = "speech_commands_v0.02"
 #: Files with the clips of a part. Other clips are training data.
-LISTS = {"val": "validation_list.txt", "test": "testing_list.txt"}
+LISTS = {"test": "testing_list.txt", "val": "validation_list.txt"}
 
 
 class SpeechCommands(AudioDataModule):
@@ -71,6 +71,8 @@ class SpeechCommands(AudioDataModule):
         with error_context(f"{type(self).__name__} is incomplete, download it again", OSError):
             for name, file in LISTS.items():
                 listed |= dict.fromkeys(Path(self.folder, file).read_text().split(), name)
+        if part == "val" and part not in listed.values():
+            return None  # the samples for validation are held out
         found = []
         for label, word in enumerate(self.keywords):
             paths = sorted(Path(self.folder, word).glob("*.wav"))

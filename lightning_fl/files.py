@@ -166,7 +166,7 @@ def write_atomically(
 
     A reader, or a run that resumes after an interruption, finds either the complete old file or the
     complete new one. A killed process leaves a temporary file, which the next :class:`FolderLock`
-    of the folder removes.
+    of the folder removes; in a folder without a lock it stays.
 
     Args:
         path: The file. Missing folders are created.
@@ -238,6 +238,10 @@ def _umask() -> int:
     return mask
 
 
+#: Temporary files of :func:`write_atomically`, of which mkstemp names eight characters.
+LEFTOVERS = f".*.{'?' * 8}.tmp"
+
+
 class FolderLock:
     """Lock a folder, so that only one run at a time writes to it.
 
@@ -290,8 +294,9 @@ class FolderLock:
             )
         os.ftruncate(self._handle, 0)
         os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        for leftover in self.folder.glob(".*.tmp"):  # of a killed process, as no other run writes
-            leftover.unlink(missing_ok=True)
+        for leftover in self.folder.glob(LEFTOVERS):  # of a killed process, as no other run writes
+            with suppress(OSError):
+                leftover.unlink()
 
     def release(self) -> None:
         """Release the lock; an empty folder that was created for the lock is removed."""

@@ -63,14 +63,13 @@ from lightning_fl.store import ClientStore
 MOST_SAMPLES = 8
 
 
-def describe_optimizer(trainer: Trainer) -> list[str]:
-    """Return the optimizer and the schedulers of a Trainer, with their plain options."""
+def describe_optimizers(trainer: Trainer) -> list[str]:
+    """Return the optimizers and schedulers of a Trainer, with their plain options."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    options: dict[Any, dict[str, Any]] = {each: each.defaults for each in trainer.optimizers}
-    options |= {each: vars(each) for each in schedulers}
+    options = [(each, group) for each in trainer.optimizers for group in each.param_groups]
     return [
         f"{type(each).__name__} {name}={value}"
-        for each, values in options.items()
+        for each, values in [*options, *((each, vars(each)) for each in schedulers)]
         for name, value in sorted(values.items())
         if isinstance(value, bool | int | float | str | tuple) and name[0] != "_"
     ]
@@ -162,9 +161,11 @@ class PreparedFit:
     def configuration(self) -> str:
         """Return a text that differs between runs with other options, and not between processes."""
         trainer = self.trainer
-        optimizer = describe_optimizer(trainer)
+        names = ("batch_size", "replacement", "drop_last")
+        loader = [getattr(self.data, name, None) for name in names]
         training = [trainer.precision, trainer.gradient_clip_val, trainer.gradient_clip_algorithm]
-        text = repr([self.identity(), self.described(), optimizer, training])
+        optimizers, rules = describe_optimizers(trainer), [self.identity(), self.described()]
+        text = repr([rules, optimizers, training, loader])
         return re.sub(r" at 0x[0-9a-fA-F]+", "", text)  # addresses of objects
 
     def _describe(self, user: LightningModule) -> Federation:

@@ -96,6 +96,11 @@ class RunOptions:
         """How the buffers of the clients are combined."""
         return "average" if self.buffers is None else self.buffers
 
+    def policies(self) -> list[HyperparameterPolicy]:
+        """Return the policy and the policies inside it."""
+        parts = self.policy.modules()
+        return [part for part in parts if isinstance(part, HyperparameterPolicy)]
+
     def described(self, cohort_size: int) -> dict[str, Any]:
         """Return what a resumed run may change with a warning, by name.
 
@@ -107,7 +112,7 @@ class RunOptions:
             "min_clients": int(self.min_clients),
             "sampler": describe(self.sampler),
             "aggregator": describe(self.aggregator),
-            "policy": describe(self.policy),
+            "policy": ", ".join(map(describe, self.policies())),
         }
 
     def check_min_clients(self, sampled: int) -> None:

@@ -337,7 +337,7 @@ class OneClient(FederatedLoop):
         if exchange_id(self.runner) != self._task.exchanged:
             raise FederationError(
                 "this client exchanges other parameters or buffers than the server: use the same"
-                " module, precision, buffers and local_parameters on both"
+                " module, precision, buffers, local_parameters and phases on both"
             )
         frozen = self.runner.constants.parameters
         if self._task.frozen and digest(frozen) != self._task.frozen:

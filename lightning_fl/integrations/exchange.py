@@ -108,7 +108,7 @@ def client_side(rule: Aggregator) -> str:
 
 
 def exchange_id(runner: ClientRunner) -> str:
-    """Return a digest of the names, shapes and dtypes that a server and its clients exchange.
+    """Return a digest of what a server and its clients exchange, and of the phases of training.
 
     Args:
         runner: Runner of the module.
@@ -117,7 +117,8 @@ def exchange_id(runner: ClientRunner) -> str:
     counters = {name: tuple(t.shape) for name, t in runner.named_counters.items()}
     shapes = {name: tuple(shape) for name, shape in layout.shapes.items()}
     kinds = (layout.num_parameters, str(layout.dtype), sorted(runner.private), runner.buffers)
-    return sha256(repr((shapes, counters, kinds)).encode()).hexdigest()[:16]
+    phases = [sorted(names) for names in runner.phases.names]
+    return sha256(repr((shapes, counters, kinds, phases)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

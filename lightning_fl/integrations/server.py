@@ -30,7 +30,7 @@ from lightning_fl.integrations.exchange import Reply, Task, client_side, exchang
 from lightning_fl.integrations.runner import Elsewhere, Exchange, RemoteRunner
 from lightning_fl.options import check_flag
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners.constants import digest
+from lightning_fl.runners.constants import constant_parameters, digest
 from lightning_fl.samplers import ClientSampler
 
 #: Name of the logger of what a Trainer reports at the start and the end of each fit.
@@ -147,6 +147,10 @@ class RemoteServer(FederatedLoop):
         if self.file is not None:
             check_writable(self.file)
         resumed = self.file if self.file is not None and self.file.exists() else None
+        if resumed is not None and initial is not None:  # has what the checkpoint leaves out
+            names = constant_parameters(self.module, exchange_frozen=False)
+            known = {name: value for name, value in initial.items() if name in names}
+            self.module.load_state_dict(known, strict=False)
         options = {name: self.trainer_options[name] for name in OF_MODULE & {*self.trainer_options}}
         trainer = trainer_of({**options, "accelerator": "cpu"}, self, num_rounds)
         data = Elsewhere(num_samples, batches_per_epoch)

@@ -26,6 +26,7 @@ from lightning_fl.runners.optimizer import (
     Rows,
     around_steps,
     params_of,
+    with_inner,
 )
 from lightning_fl.runners.phases import PhasedTraining, trained_parameters
 from lightning_fl.runners.spectral_norm import refine_singular_vectors
@@ -119,6 +120,8 @@ class ClientRunner(ABC):
         self._ratio, self._own_lr, self._step_rates = 1.0, list[Any](), list[Any]()
         #: Terms that are added to the gradients of the clients in training.
         self.gradient_terms: list[GradientTerm] = []
+        #: Parameters that clients do not train in this step, with their values.
+        self._held = list[tuple[Tensor, Tensor]]()
         #: Phases of local training, and the number of local steps before the Lightning batch.
         self.phases, self.steps_before = PhasedTraining(), 0
         self._check_local()
@@ -412,14 +415,13 @@ class ClientRunner(ABC):
             FederationError: If a phase trains no parameter, or the optimizer moves parameters
                 without a gradient.
         """
-        optimizer = self.optimizer  # of which LBFGS and PFedMe evaluate the loss several times
-        if phases and (
-            isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "evaluations")
-        ):
-            raise FederationError(
-                f"phases do not support {type(optimizer).__name__}, which moves parameters without"
-                " a gradient: choose another optimizer"
-            )
+        for each in with_inner(self.optimizer) if phases else ():
+            # They evaluate the loss several times, with all parameters moved.
+            if isinstance(each, torch.optim.LBFGS) or hasattr(each, "evaluations"):
+                raise FederationError(
+                    f"phases do not support {type(each).__name__}, which moves parameters without a"
+                    " gradient: choose another optimizer"
+                )
         names = [trained_parameters(phase, self.module, self.private) for phase in phases]
         self.phases = PhasedTraining(names, list(self.named_parameters))
 
@@ -436,8 +438,13 @@ class ClientRunner(ABC):
 
         Called after the backward pass and after everything that may add to gradients.
         """
-        for name in self.phases.held(self.steps_before + self.step):
-            self._trained_tensor(name).grad = None
+        for param in self._held_parameters():
+            param.grad = None
+
+    def _held_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that clients do not train in this step."""
+        names = self.phases.held(self.steps_before + self.step)
+        return [self._trained_tensor(name) for name in names]
 
     # --- learning rates ---------------------------------------------------------------------------
 
@@ -478,6 +485,8 @@ class ClientRunner(ABC):
             the gradient terms; otherwise None.
         """
         self.begin_step()
+        if not self.optimizer_state.is_simple:  # it may move parameters without a gradient
+            self._held = [(p.data, p.detach().clone()) for p in self._held_parameters()]
         if not self.gradient_terms and not self.phases:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -500,6 +509,8 @@ class ClientRunner(ABC):
         lr = self._own_lr[0] if self._own_lr else self.optimizer.param_groups[0].get("lr", 0.0)
         self._step_rates.append(lr.detach().clone() if isinstance(lr, Tensor) else lr)
         self._restore_lr()
+        for now, before in self._held:  # until the next step, as a step may call that of its class
+            now.copy_(before)
         self.optimizer_state.after_step()
         self._is_in_step = False
 

@@ -423,6 +423,10 @@ def test_continuations_with_other_options_draw_other_noise(simulate, fit, tmp_pa
         model(policy=Schedule(num_steps=2)),
     ):
         assert float((other - same).std()) > 0.5 * deviation
+    one, two = (
+        model(rounds=1, policy=Stragglers(0.5, Schedule(num_steps=1, lr=lr))) for lr in (0.1, 0.2)
+    )
+    assert float((one - two).std()) > 0.5 * deviation, "a policy within a policy"
 
 
 def test_policies_do_not_hear_single_clients(simulate):

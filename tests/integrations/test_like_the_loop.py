@@ -27,7 +27,7 @@ from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.objectives import Proximal
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import HyperparameterPolicy, Schedule
-from lightning_fl.runners import constants
+from lightning_fl.runners import Phase, constants
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 from two_classes import samples
@@ -358,6 +358,7 @@ def test_a_client_with_another_rule_is_refused(of_server, of_client, match):
     [
         {"local_parameters": ["net.0.bias"]},
         {"buffers": "server"},
+        {"phases": [Phase(["net.2.weight"])]},
     ],
 )
 def test_a_client_that_exchanges_something_else_is_refused(options):
