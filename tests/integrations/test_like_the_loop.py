@@ -313,6 +313,19 @@ def test_a_frozen_base_that_clients_have_is_not_sent(monkeypatch):
         others.train(task, Kept())
 
 
+def test_a_server_resumes_with_the_frozen_base_that_it_began_with(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "are_large", lambda *sizes: True)
+    _, clients = federation(Frozen)
+    initial, file, kept = Frozen(1).state_dict(), tmp_path / "server.pt", {}
+    for rounds in (1, 2):
+        server = RemoteServer(Frozen(), seed=3, buffers="average", trainer=CPU)
+        server.begin([12] * 5, [3] * 5, initial=initial, checkpoint=file)
+        server.finish(replies_of(clients, server.tasks(), kept))
+        server.close()
+        assert server.round == rounds
+        assert torch.equal(server.module.base.weight, initial["base.weight"])
+
+
 @pytest.mark.filterwarnings("ignore:validation and test use the global model")
 def test_local_layers_begin_with_the_values_of_the_server():
     server, clients = federation(Net, local_parameters=["net.2.*"])
