@@ -89,8 +89,8 @@ def public():
             thing = getattr(module, name)
             is_own = hasattr(module, "__all__") or getattr(thing, "__module__", "") == room.name
             if is_own and name[0] != "_" and (inspect.isclass(thing) or inspect.isfunction(thing)):
-                # One page for each file of the mathematics.
-                own = room.name == "lightning_fl.functional"
+                # Where they are defined: files of the mathematics, and what types repeats.
+                own = room.name in ("lightning_fl.functional", "lightning_fl.types")
                 yield f"{thing.__module__ if own else room.name}.{name}"
 
 
