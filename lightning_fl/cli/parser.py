@@ -38,6 +38,8 @@ ROOMS = (
     *(transforms, lightning.pytorch.callbacks, lightning.pytorch.loggers),
 )
 #: Parts of a configuration that are no class of the user's choice.
+#:
+#: :meta hide-value:
 PARTS = {"trainer": Trainer, "federation": FederatedLoop, "checkpoint": RoundCheckpoint}
 FIT = f"""{COMMANDS["fit"]} The options that most runs set:
 
@@ -97,6 +99,8 @@ OF_ALL = ("help", "config", "print_config", "threads", "ckpt_path", "weights_onl
 
 
 #: Options of all parsers; ``prog`` also with ``python -m lightning_fl``.
+#:
+#: :meta hide-value:
 PARSER = {
     "prog": "lightning-fl",
     "formatter_class": _Formatter,

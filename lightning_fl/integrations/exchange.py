@@ -226,6 +226,8 @@ class Reply:
 
 
 #: Numbers and texts of a reply.
+#:
+#: :meta hide-value:
 ABOUT: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("client", "update", "num_samples"), int),
     **dict.fromkeys(("lr", "loss"), float),
