@@ -10,6 +10,7 @@ from torch import nn
 
 from adapted import Adapted
 from apart import CPU, compare, federation, replies_of, run, train
+from frozen import frozen_once
 from grids import diagonal, others_slow
 from lightning_fl import ClientModule, aggregators
 from lightning_fl.aggregators import (
@@ -27,7 +28,7 @@ from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.objectives import Proximal
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import HyperparameterPolicy, Schedule
-from lightning_fl.runners import Phase, constants
+from lightning_fl.runners import Phase
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 from two_classes import samples
@@ -299,8 +300,14 @@ class Frozen(Net):
         return super().training_step([self.base(batch[0]), batch[1]], batch_idx)
 
 
-def test_a_frozen_base_that_clients_have_is_not_sent(monkeypatch):
-    monkeypatch.setattr(constants, "are_large", lambda *sizes: True)
+@pytest.fixture
+def frozen_base():
+    with frozen_once():
+        yield
+
+
+@pytest.mark.usefixtures("frozen_base")
+def test_a_frozen_base_that_clients_have_is_not_sent():
     server, clients = federation(Frozen, send_frozen=False)
     task = server.tasks()[0]
     assert not any(name.startswith("base") for name in task.model)
@@ -313,8 +320,8 @@ def test_a_frozen_base_that_clients_have_is_not_sent(monkeypatch):
         others.train(task, Kept())
 
 
-def test_a_server_resumes_with_the_frozen_base_that_it_began_with(monkeypatch, tmp_path):
-    monkeypatch.setattr(constants, "are_large", lambda *sizes: True)
+@pytest.mark.usefixtures("frozen_base")
+def test_a_server_resumes_with_the_frozen_base_that_it_began_with(tmp_path):
     _, clients = federation(Frozen)
     initial, file, kept = Frozen(1).state_dict(), tmp_path / "server.pt", {}
     for rounds in (1, 2):
