@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 
 import quick_cli
-from lightning_fl.cli import listing, main
+from lightning_fl.cli import main, quick
 from lightning_fl.cli.arguments import COMMANDS, OF_TRAINER, named_runs, with_configs
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +48,9 @@ def test_file_without_an_option_is_a_configuration(words, expected):
     assert with_configs(words) == expected
 
 
-@pytest.mark.parametrize("words", [["-c", "digits.yaml"], ["--config=configs/digits.yaml"]])
+@pytest.mark.parametrize(
+    "words", [["-c", "digits.yaml"], ["--config=configs/digits.yaml"], ["--config", "digits"]]
+)
 def test_configuration_of_the_package_is_found_unless_there_is_a_file(words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     found = with_configs(words)[-1].removeprefix("--config=")
@@ -77,7 +79,7 @@ def test_the_version_is_printed(capsys):
     assert re.fullmatch(r"lightning-fl \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("words", [["rapport"], ["configs", "--sort"], ["check", "--columns", "x"]])
+@pytest.mark.parametrize("words", [["rapport"], ["configs", "--sort"], ["check", "--rounds", "x"]])
 def test_mistyped_word_is_named(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words)
@@ -115,7 +117,7 @@ def test_methods_are_searched(capsys):
 def test_a_wheel_has_the_page_of_methods_elsewhere(monkeypatch, tmp_path, capsys):
     page = tmp_path / "index.md"
     page.write_text("## Mine\n\n| a | b |\n|---|---|\n| my method | `Name` |\n")
-    monkeypatch.setattr(listing, "METHODS", (tmp_path / "missing.md", page))
+    monkeypatch.setattr(quick, "METHODS", (tmp_path / "missing.md", page))
     main(["methods"])
     assert capsys.readouterr().out == "Mine\n\n  my method\n      Name\n\n"
 
