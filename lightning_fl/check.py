@@ -225,8 +225,9 @@ def _column(column: str, settings: _Settings, base: dict[str, Any]) -> CheckResu
     fits = COLUMNS[column].fits
     found = _trained(settings, *fits)
     if fits[0].is_double:
-        result = _compared(column, *found, ROUNDING)
-        if column == "plain" and result.outcome == "different" and found[0]["has_anchor"]:
+        base, other = found
+        result = _compared(column, base, other, ROUNDING)
+        if column == "plain" and result.outcome == "different" and base["has_anchor"]:
             return replace(result, outcome="refused", detail=ANCHOR)
         return result
     failed = [each for each in found if "failed" in each]  # others then say that a process failed

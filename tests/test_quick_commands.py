@@ -61,22 +61,15 @@ def test_configuration_of_the_package_is_found_unless_there_is_a_file(words, mon
     assert with_configs(words) == words
 
 
-def test_help_names_all_commands(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main([])
-    out = capsys.readouterr().out
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert capsys.readouterr().out == out
-    shown = " ".join(out.split())
-    assert all(f"{name} {text}" in shown for name, text in COMMANDS.items())
-    assert LightningCLI.subcommands().keys() == set(OF_TRAINER)
-
-
-def test_the_version_is_printed(capsys):
+def test_help_names_all_commands_and_the_version_is_printed(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert re.fullmatch(r"lightning-fl \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    with pytest.raises(SystemExit, match="0"):
+        main([])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f"{name} {text}" in shown for name, text in COMMANDS.items())
+    assert LightningCLI.subcommands().keys() == set(OF_TRAINER)
 
 
 @pytest.mark.parametrize("words", [["rapport"], ["configs", "--sort"], ["check", "--rounds", "x"]])
@@ -132,12 +125,6 @@ def test_a_shell_completes_commands_and_options(capsys):
     assert done.returncode == 0
 
 
-def test_the_folder_of_a_new_project_is_quoted(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    main(["init", "my project"])
-    assert "Next: cd 'my project' && lightning-fl fit" in capsys.readouterr().out
-
-
 def test_folders_of_a_report_can_be_named(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("a1", "a2", "b", "lr=0.1"):
@@ -172,13 +159,14 @@ def test_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path, capsys):
 
 def test_a_new_project_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    main(["init", "mine"])
-    folder = tmp_path / "mine"
+    main(["init", "my own"])
+    assert "Next: cd 'my own' && lightning-fl fit" in capsys.readouterr().out
+    folder = tmp_path / "my own"
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.yaml", "module.py"}
-    assert (folder / "README.md").read_text().startswith("# mine\n")
+    assert (folder / "README.md").read_text().startswith("# my own\n")
     with pytest.raises(SystemExit, match="2"):
-        main(["init", "mine"])
-    assert "mine exists and is not empty" in capsys.readouterr().err
+        main(["init", "my own"])
+    assert "my own exists and is not empty" in capsys.readouterr().err
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "module", raising=False)
