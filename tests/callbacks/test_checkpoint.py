@@ -1,7 +1,6 @@
 """Checkpoints that a kill cannot spoil."""
 
 import os
-import stat
 
 import pytest
 import torch
