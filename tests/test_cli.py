@@ -335,14 +335,6 @@ def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(
     assert seen[0] == seen[1]
 
 
-def test_vectorized_clients_are_an_option_and_change_rounding_only(cli, tmp_path):
-    cli(*SHIPPED)
-    cli(*SHIPPED, "--vectorize=4")
-    plain, vectorized = (rounds(tmp_path / "runs" / "digits" / f"version_{i}") for i in (0, 1))
-    for one, other in zip(plain, vectorized, strict=True):
-        assert float(one["val_loss"]) == pytest.approx(float(other["val_loss"]), rel=1e-5)
-
-
 def test_vectorized_clients_and_threads_have_options(cli, tmp_path, monkeypatch):
     seen, threads, init = [], [], VectorizedClients.__init__
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
