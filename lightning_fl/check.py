@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import multiprocessing
 import os
 import pickle
 import socket
@@ -18,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,33 +27,20 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.errors import FederationError
+from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.objectives import ClientModule
 from lightning_fl.options import check_integer
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import VectorizedClients, user_module
 
-#: What each column changes.
-COLUMNS = {
-    "order": "the clients train in reverse order",
-    "resume": "a new process continues after the first round",
-    "vectorized": "the clients are vectorized, in float64",
-    "processes": "two processes share the clients",
-    "plain": "Lightning without a loop trains one client with all samples, in float64",
-}
-REMEDIES = {
-    "order": "store such a value in a buffer, or reset it in on_client_start of the module",
-    "resume": "store such a value in a buffer, or in state_dict of the callback",
-    "vectorized": "train without VectorizedClients",
-    "processes": "make the training independent of the process, its rank and its other clients",
-    "plain": "let the training depend on the client's own batches and steps only",
-}
 #: Maximum number of local steps of a client and round.
 STEPS = 10
 #: Largest difference, relative to the size of a tensor, that rounding in float64 explains. A tensor
@@ -119,7 +106,6 @@ class CheckResult:
 class _Fit(NamedTuple):
     """How a fit differs from the first one."""
 
-    column: str = ""
     is_reversed: bool = False
     is_vectorized: bool = False
     is_double: bool = False
@@ -127,6 +113,40 @@ class _Fit(NamedTuple):
     plain: Literal["", "federated", "lightning"] = ""
     rank: int = 0
     processes: int = 1
+
+
+class _Column(NamedTuple):
+    """One or more fits that are compared with the first fit, or two with each other; the remedy."""
+
+    fits: Sequence[_Fit]
+    remedy: str
+
+
+#: What each column changes.
+#:
+#: :meta hide-value:
+COLUMNS = {
+    "order": _Column(
+        [_Fit(is_reversed=True)],
+        "store such a value in a buffer, or reset it in on_client_start of the module",
+    ),
+    "resume": _Column(
+        [_Fit(is_resumed=True)],
+        "store such a value in a buffer, or in state_dict of the callback",
+    ),
+    "vectorized": _Column(
+        [_Fit(is_double=True), _Fit(is_double=True, is_vectorized=True)],
+        "train without VectorizedClients",
+    ),
+    "processes": _Column(
+        [_Fit(rank=rank, processes=2) for rank in range(2)],
+        "make the training independent of the process, its rank and its other clients",
+    ),
+    "plain": _Column(
+        [_Fit(is_double=True, plain="federated"), _Fit(is_double=True, plain="lightning")],
+        "let the training depend on the client's own batches and steps only",
+    ),
+}
 
 
 class _Settings(NamedTuple):
@@ -202,30 +222,16 @@ def check_columns(
 
 def _column(column: str, settings: _Settings, base: dict[str, Any]) -> CheckResult:
     """Return the result of a column."""
-    fit = _Fit(column)
-    if column == "order":
-        fits = [fit._replace(is_reversed=True)]
-    elif column == "resume":
-        fits = [fit._replace(is_resumed=True)]
-    elif column == "processes":
-        fits = [fit._replace(rank=rank, processes=2) for rank in range(2)]
-    elif column == "vectorized":
-        base, found = _trained(
-            settings, *(fit._replace(is_double=True, is_vectorized=each) for each in (False, True))
-        )
-        return _compared(column, base, found, ROUNDING)
-    else:
-        kinds: tuple[Literal["federated", "lightning"], ...] = ("federated", "lightning")
-        base, found = _trained(
-            settings, *(fit._replace(is_double=True, plain=kind) for kind in kinds)
-        )
-        result = _compared(column, base, found, ROUNDING)
-        if result.outcome == "different" and base["has_anchor"]:
+    fits = COLUMNS[column].fits
+    found = _trained(settings, *fits)
+    if fits[0].is_double:
+        base, other = found
+        result = _compared(column, base, other, ROUNDING)
+        if column == "plain" and result.outcome == "different" and base["has_anchor"]:
             return replace(result, outcome="refused", detail=ANCHOR)
         return result
-    every = _trained(settings, *fits)
-    failed = [each for each in every if "failed" in each]  # others then say that a process failed
-    return _compared(column, base, (failed or every)[0], 0.0)
+    failed = [each for each in found if "failed" in each]  # others then say that a process failed
+    return _compared(column, base, (failed or found)[0], 0.0)
 
 
 # --- comparison -----------------------------------------------------------------------------------
@@ -258,7 +264,7 @@ def _compared(
     differing = sorted(name for name in one if one[name] != other.get(name))
     candidates = list(dict.fromkeys([*differing, *base["changed"]]))
     named = f"perhaps {', '.join(candidates[:5])}: " if candidates and not tolerance else ""
-    return CheckResult(column, "different", largest, tensor, client, named + REMEDIES[column])
+    return CheckResult(column, "different", largest, tensor, client, named + COLUMNS[column].remedy)
 
 
 def _difference(one: Tensor, other: Tensor | None) -> tuple[float, float]:
@@ -283,33 +289,25 @@ def _trained(settings: _Settings, *fits: _Fit) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
     paths = [settings.folder / f"{i}.pt" for i in range(len(fits))]
     for path in paths:
         path.unlink(missing_ok=True)
-    processes = [
-        context.Process(target=_in_process, args=(settings, fit, port, path))
-        for fit, path in zip(fits, paths, strict=True)
-    ]
+    failure = ""
     try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    finally:  # after an interruption
-        for process in processes:
-            if process.is_alive():
-                process.kill()
+        start_processes(_in_process, (settings, fits, port, paths), len(fits), start_method="fork")
+    except ProcessException as error:
+        failure = str(error)
     return [
-        torch.load(path, weights_only=False)
-        if path.exists()
-        else {"failed": f"its process ended with exit code {process.exitcode}"}
-        for path, process in zip(paths, processes, strict=True)
+        torch.load(path, weights_only=False) if path.exists() else {"failed": failure}
+        for path in paths
     ]
 
 
-def _in_process(settings: _Settings, fit: _Fit, port: int, path: Path) -> None:
+def _in_process(
+    i: int, settings: _Settings, fits: Sequence[_Fit], port: int, paths: Sequence[Path]
+) -> None:
     """Run a fit and write what it leaves."""
+    fit = fits[i]
     with open(os.devnull, "w") as devnull:
         for stream in (1, 2):
             os.dup2(devnull.fileno(), stream)
@@ -319,27 +317,22 @@ def _in_process(settings: _Settings, fit: _Fit, port: int, path: Path) -> None:
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(fit.processes))
         os.environ |= ranks | sizes | {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "check"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    left = _attempt(settings, fit)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        torch.save(left, file)
-    Path(file.name).rename(path)
+    write_atomically(paths[i], partial(torch.save, _attempt(settings, fit)))
 
 
 def _attempt(settings: _Settings, fit: _Fit) -> dict[str, Any]:
     """Run a fit; return what it leaves, or the error that ended it."""
-    left: dict[str, Any]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
             left = _train(settings, fit)
         except MisconfigurationException as error:  # of Lightning or of this library
-            left = {"refused": str(error)}
+            return {"refused": str(error)}
         except Exception as error:  # of the user's code, of any kind
-            left = {"failed": f"{type(error).__name__}: {error}"}
-    for message in (str(warning.message) for warning in seen):
-        if fit.is_vectorized and FALLBACK in message:
-            left = {"refused": message}
-    return left
+            return {"failed": f"{type(error).__name__}: {error}"}
+    messages = [str(warning.message) for warning in seen] if fit.is_vectorized else []
+    refusal = next((message for message in messages if FALLBACK in message), None)
+    return left if refusal is None else {"refused": refusal}
 
 
 def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
@@ -356,11 +349,17 @@ def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
         callbacks = [each for each in callbacks if not _is_of_the_library(each)]
         loop = FederatedLoop(buffers="average", optimizer_state="keep")
     loop.table_name = None
-    options |= {"max_epochs": settings.rounds, "num_sanity_val_steps": 0, "logger": DummyLogger()}
-    options |= {"enable_progress_bar": False, "enable_model_summary": False}
-    options |= {"enable_checkpointing": False, "default_root_dir": str(settings.folder)}
-    options |= {"devices": fit.processes}
-    options["strategy"] = "client_parallel" if fit.processes > 1 else "auto"
+    options |= {
+        "max_epochs": settings.rounds,
+        "num_sanity_val_steps": 0,
+        "logger": DummyLogger(),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": str(settings.folder),
+        "devices": fit.processes,
+        "strategy": "client_parallel" if fit.processes > 1 else "auto",
+    }
     if torch.cuda.is_available():
         options.setdefault("deterministic", "warn")
     if fit.is_double:
@@ -368,9 +367,9 @@ def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
         for layer in module.modules():
             if isinstance(layer, _DropoutNd):
                 layer.p = 0.0
-    probe = _Probe(fit, settings, loop)
-    loops = [] if fit.plain == "lightning" else [loop, probe]
-    trainer = pl.Trainer(callbacks=[_Prepare(fit, settings, loop), *loops, *callbacks], **options)
+    change = _Change(fit, settings, loop)
+    loops = [] if fit.plain == "lightning" else [loop]
+    trainer = pl.Trainer(callbacks=[change, *loops, *callbacks], **options)
     wrapped = module
     if fit.is_vectorized:
         wrapped = VectorizedClients(module, settings.clients or 10, compile=False)
@@ -384,7 +383,7 @@ def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
     return {
         "state": {name: t.detach().cpu().clone() for name, t in module.state_dict().items()},
         "has_anchor": getattr(module, "federated_global_parameters", None) is not None,
-        "updates": probe.updates,
+        "updates": change.updates,
         "attributes": ends,
         "changed": sorted(name for name in ends if ends[name] != starts.get(name)),
     }
@@ -401,11 +400,17 @@ def _is_of_the_library(callback: pl.Callback) -> bool:
     return type(callback).__module__.partition(".")[0] == "lightning_fl"
 
 
-class _Prepare(pl.Callback):
-    """Make the federation small, or of one client, before the loop is set up."""
+class _Change(pl.Callback):
+    """Make a federation small or of one client, change its plans, and note digests of its updates.
+
+    It stands before the loop, so that the loop is set up with the changes.
+    """
 
     def __init__(self, fit: _Fit, settings: _Settings, loop: FederatedLoop) -> None:
+        # Other names than those of the arguments, with which noise for privacy is keyed.
         self._fit, self._settings, self._loop = fit, settings, loop
+        #: Digest of each tensor of an update, by round and client.
+        self.updates: dict[tuple[int, int], dict[str, str]] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Change the data, which are set up already, and the options of the loop."""
@@ -422,27 +427,9 @@ class _Prepare(pl.Callback):
             number = min(clients, options.clients_per_round or clients)
             self._loop.options = replace(options, clients_per_round=number, client_fraction=None)
 
-
-def _give_all_samples_to_one_client(data: FederatedDataModule) -> None:
-    parts = [torch.cat(data.parts).sort().values]
-    data.split = replace(data.split, names=[], parts=parts, local_tests=[], stream_steps=[parts])
-    data.stream_steps = 1
-    data.repeat_client(1)
-
-
-class _Probe(pl.Callback):
-    """Change the plans of a fit, save a checkpoint in it, and note digests of the updates."""
-
-    def __init__(self, fit: _Fit, settings: _Settings, loop: FederatedLoop) -> None:
-        # Other names than those of the arguments, with which noise for privacy is keyed.
-        self._fit, self._settings, self._loop = fit, settings, loop
-        #: Digest of each tensor of an update, by round and client.
-        self.updates: dict[tuple[int, int], dict[str, str]] = {}
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Limit the local steps, and reverse the clients."""
-        if stage == "fit":
-            assert self._loop._prepared is not None  # the loop is set up before
+        if self._loop._prepared is not None:
             self._loop._prepared.planner.change = self._changed
 
     def _changed(self, plan: RoundPlan) -> RoundPlan:
@@ -467,6 +454,13 @@ class _Probe(pl.Callback):
                 for name, rows in tensors.items()
             }
         return delta
+
+
+def _give_all_samples_to_one_client(data: FederatedDataModule) -> None:
+    parts = [torch.cat(data.parts).sort().values]
+    data.split = replace(data.split, names=[], parts=parts, local_tests=[], stream_steps=[parts])
+    data.stream_steps = 1
+    data.repeat_client(1)
 
 
 def _digest(content: bytes) -> str:

@@ -14,7 +14,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, TextIO
+from uuid import uuid4
 from zipfile import ZIP_STORED, ZipFile
 
 from lightning_fl.errors import FederationError
@@ -179,9 +180,9 @@ def write_atomically(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             if callable(content):
                 content(file)
             else:
@@ -189,10 +190,9 @@ def write_atomically(
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
+        temporary.replace(path)
     except BaseException as error:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         hidden = error.__context__  # torch.save ends with an error of its own if a write fails
         if isinstance(error, RuntimeError) and isinstance(hidden, OSError):
             raise OSError(hidden.errno, hidden.strerror, str(path)) from error
@@ -221,24 +221,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def _lock(handle: int) -> bool | None:
-    """Lock an open file; return whether that succeeded, or None without support for locks."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-#: Temporary files of :func:`write_atomically`, of which mkstemp names eight characters.
+#: Temporary files of :func:`write_atomically`.
 LEFTOVERS = f".*.{'?' * 8}.tmp"
 
 
@@ -262,47 +245,57 @@ class FolderLock:
     """
 
     NAME = ".lock"
-    _held: ClassVar[set[int]] = set()
+    _held: ClassVar[set[TextIO]] = set()
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._is_new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._handle = self.folder / self.NAME, -1
-        while self._handle < 0:
-            handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-            is_ours = _lock(handle)
-            if is_ours is False:
-                owner = os.read(handle, 200).decode(errors="replace") or "another process"
-                os.close(handle)
-                raise FederationError(
-                    f"{self.folder} is in use by another run ({short_repr(owner)}). Wait until that"
-                    " run ends, or choose another folder (Trainer(default_root_dir=...),"
-                    " RoundCheckpoint(dirpath=...))"
-                )
-            # The previous owner may have removed the file since it was opened.
-            if self._path.exists() and os.path.samestat(os.fstat(handle), self._path.stat()):
-                self._handle = handle
-            else:
-                os.close(handle)
-        FolderLock._held.add(self._handle)
-        if is_ours is None:
-            warnings.warn(
-                f"the file system of {self.folder} does not support locks. Make sure that no other"
-                " run writes to the folder",
-                stacklevel=2,
-            )
-        os.ftruncate(self._handle, 0)
-        os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        self._path = self.folder / self.NAME
+        self._file = self._open()
+        # The previous owner may have removed the file since it was opened.
+        while not self._is_in_folder():
+            self._file.close()
+            self._file = self._open()
+        FolderLock._held.add(self._file)
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._file.flush()
         for leftover in self.folder.glob(LEFTOVERS):  # of a killed process, as no other run writes
             with suppress(OSError):
                 leftover.unlink()
 
+    def _open(self) -> TextIO:
+        """Return the file of the lock, open and locked."""
+        file = self._path.open("a+", errors="replace")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                owner = short_repr(file.read(200) or "another process")
+            raise FederationError(
+                f"{self.folder} is in use by another run ({owner}). Wait until that run ends, or"
+                " choose another folder (Trainer(default_root_dir=...),"
+                " RoundCheckpoint(dirpath=...))"
+            ) from None
+        except OSError:
+            warnings.warn(
+                f"the file system of {self.folder} does not support locks. Make sure that no other"
+                " run writes to the folder",
+                stacklevel=3,
+            )
+        return file
+
+    def _is_in_folder(self) -> bool:
+        own = os.fstat(self._file.fileno())
+        return self._path.exists() and os.path.samestat(own, self._path.stat())
+
     def release(self) -> None:
         """Release the lock; an empty folder that was created for the lock is removed."""
         self._path.unlink(missing_ok=True)
-        FolderLock._held.discard(self._handle)
-        os.close(self._handle)
+        FolderLock._held.discard(self._file)
+        self._file.close()
         if self._is_new:
             with suppress(OSError):  # it is not empty
                 self.folder.rmdir()
@@ -310,8 +303,8 @@ class FolderLock:
 
 def _leave_locks_to_parent() -> None:
     """Close locks in a forked process, since it may outlive a killed parent."""
-    for handle in FolderLock._held:
-        os.close(handle)
+    for file in FolderLock._held:
+        file.close()
     FolderLock._held.clear()
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_fl import aggregators, policies
+from lightning_fl import _PACKAGES, aggregators, policies
 from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import FederationError
 
@@ -109,19 +109,7 @@ REQUIRED = {
 }
 
 #: Modules of the public classes.
-ROOMS = [
-    "aggregators",
-    "callbacks",
-    "datamodules",
-    "models",
-    "objectives",
-    "optimizers",
-    "partition",
-    "policies",
-    "samplers",
-    "strategies",
-    "transforms",
-]
+ROOMS = sorted({*_PACKAGES} - {"functional", "runners"})
 
 #: Classes with checks of their own.
 CHECKED_ELSEWHERE = ("Manifest",)

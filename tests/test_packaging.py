@@ -17,7 +17,7 @@ import lightning_fl
 import lightning_fl.callbacks
 import lightning_fl.datamodules
 import try_release
-from lightning_fl.cli import project
+from lightning_fl.cli import quick
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("callbacks", "datamodules")
@@ -178,7 +178,7 @@ def test_the_pythons_of_the_classifiers_are_tried():
 
 
 def test_the_script_of_the_release_finds_commands_and_code():
-    commands = try_release.commands_of((project.FILES / "README.md.txt").read_text())
+    commands = try_release.commands_of((quick.FILES / "README.md.txt").read_text())
     assert f"lightning-fl fit --config config.yaml {try_release.FEW_ROUNDS}" in commands
     assert "lightning-fl report runs/version_0" in commands
     code = try_release.own_module()
@@ -192,7 +192,7 @@ def test_the_wheel_holds_every_module_and_config_once_and_nothing_else(wheel):
     configs = {f"lightning_fl/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.yaml")}
     others = {"lightning_fl/py.typed", *(f"lightning_fl/report/page.{s}" for s in ("html", "js"))}
     others |= {"lightning_fl/methods/index.md"}  # what `lightning-fl methods` reads
-    others |= {f"lightning_fl/cli/project_files/{path.name}" for path in project.FILES.iterdir()}
+    others |= {f"lightning_fl/cli/project_files/{path.name}" for path in quick.FILES.iterdir()}
     app = (ROOT / "lightning_fl" / "integrations" / "flower_app").iterdir()
     others |= {f"lightning_fl/integrations/flower_app/{path.name}" for path in app}
     assert names == Counter(modules() | configs | others)

@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 
 import quick_cli
-from lightning_fl.cli import listing, main
+from lightning_fl.cli import main, quick
 from lightning_fl.cli.arguments import COMMANDS, OF_TRAINER, named_runs, with_configs
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +48,9 @@ def test_file_without_an_option_is_a_configuration(words, expected):
     assert with_configs(words) == expected
 
 
-@pytest.mark.parametrize("words", [["-c", "digits.yaml"], ["--config=configs/digits.yaml"]])
+@pytest.mark.parametrize(
+    "words", [["-c", "digits.yaml"], ["--config=configs/digits.yaml"], ["--config", "digits"]]
+)
 def test_configuration_of_the_package_is_found_unless_there_is_a_file(words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     found = with_configs(words)[-1].removeprefix("--config=")
@@ -59,25 +61,18 @@ def test_configuration_of_the_package_is_found_unless_there_is_a_file(words, mon
     assert with_configs(words) == words
 
 
-def test_help_names_all_commands(capsys):
+def test_help_names_all_commands_and_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert re.fullmatch(r"lightning-fl \d+\.\d+\.\d+\n", capsys.readouterr().out)
     with pytest.raises(SystemExit, match="0"):
         main([])
-    out = capsys.readouterr().out
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert capsys.readouterr().out == out
-    shown = " ".join(out.split())
+    shown = " ".join(capsys.readouterr().out.split())
     assert all(f"{name} {text}" in shown for name, text in COMMANDS.items())
     assert LightningCLI.subcommands().keys() == set(OF_TRAINER)
 
 
-def test_the_version_is_printed(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert re.fullmatch(r"lightning-fl \d+\.\d+\.\d+\n", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("words", [["rapport"], ["configs", "--sort"], ["check", "--columns", "x"]])
+@pytest.mark.parametrize("words", [["rapport"], ["configs", "--sort"], ["check", "--rounds", "x"]])
 def test_mistyped_word_is_named(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words)
@@ -115,7 +110,7 @@ def test_methods_are_searched(capsys):
 def test_a_wheel_has_the_page_of_methods_elsewhere(monkeypatch, tmp_path, capsys):
     page = tmp_path / "index.md"
     page.write_text("## Mine\n\n| a | b |\n|---|---|\n| my method | `Name` |\n")
-    monkeypatch.setattr(listing, "METHODS", (tmp_path / "missing.md", page))
+    monkeypatch.setattr(quick, "METHODS", (tmp_path / "missing.md", page))
     main(["methods"])
     assert capsys.readouterr().out == "Mine\n\n  my method\n      Name\n\n"
 
@@ -128,12 +123,6 @@ def test_a_shell_completes_commands_and_options(capsys):
     assert "--federation.clients_per_round" in script
     done = subprocess.run(["bash", "-n"], input=script, text=True, check=False)
     assert done.returncode == 0
-
-
-def test_the_folder_of_a_new_project_is_quoted(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    main(["init", "my project"])
-    assert "Next: cd 'my project' && lightning-fl fit" in capsys.readouterr().out
 
 
 def test_folders_of_a_report_can_be_named(monkeypatch, tmp_path):
@@ -170,13 +159,14 @@ def test_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path, capsys):
 
 def test_a_new_project_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    main(["init", "mine"])
-    folder = tmp_path / "mine"
+    main(["init", "my own"])
+    assert "Next: cd 'my own' && lightning-fl fit" in capsys.readouterr().out
+    folder = tmp_path / "my own"
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.yaml", "module.py"}
-    assert (folder / "README.md").read_text().startswith("# mine\n")
+    assert (folder / "README.md").read_text().startswith("# my own\n")
     with pytest.raises(SystemExit, match="2"):
-        main(["init", "mine"])
-    assert "mine exists and is not empty" in capsys.readouterr().err
+        main(["init", "my own"])
+    assert "my own exists and is not empty" in capsys.readouterr().err
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "module", raising=False)

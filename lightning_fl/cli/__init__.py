@@ -1,7 +1,7 @@
 """The command ``lightning-fl``.
 
-This module and those of the commands ``init``, ``configs`` and ``methods`` import neither torch nor
-Lightning, which take seconds: help, lists and mistyped commands are answered at once.
+This module, ``arguments`` and ``quick`` import neither torch nor Lightning, which take seconds:
+help, lists and mistyped commands are answered at once.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ def _run(words: Sequence[str]) -> None:
     asked, options = parser.parse_known_args(words or ["--help"])
     if options and asked.command not in (*OF_CONFIG, *OF_TRAINER):
         parser.error(f"unrecognized arguments: {' '.join(options)}")
-    if asked.command == "init":
-        from lightning_fl.cli.project import init
+    if asked.command in ("init", "configs", "methods"):
+        from lightning_fl.cli import quick
 
-        init(asked.name)
-    elif asked.command in ("configs", "methods"):
-        from lightning_fl.cli import listing
-
-        listing.configs() if asked.command == "configs" else listing.methods(asked.word)
+        if asked.command == "init":
+            quick.init(asked.name)
+        elif asked.command == "configs":
+            quick.configs()
+        else:
+            quick.methods(asked.word)
     else:
         from lightning_fl.cli.run import run
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from difflib import get_close_matches
 from glob import glob
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +42,10 @@ DETAILS = {
     "completion": "For bash: lightning-fl completion bash >"
     " ~/.local/share/bash-completion/completions/lightning-fl",
 }
-COLUMNS = ["order", "resume", "vectorized", "processes", "plain"]
+RUNS = (
+    "Folders of runs (runs/digits/version_0), or folders that contain runs (runs/digits). NAME is a"
+    " group of runs; its FOLDER may contain wildcards (FedAvg='runs/a*')."
+)
 EXAMPLE = """\
 lightning-fl COMMAND --help describes the options of a command. A first run:
 
@@ -60,7 +62,7 @@ def with_configs(words: Sequence[str]) -> list[str]:
     """Return the arguments of a command with its configurations as ``--config`` and a path.
 
     ``--config`` may be left out before the name of a file. A file that does not exist may be one
-    that comes with the package.
+    that comes with the package, which ``--config`` also takes without ``.yaml``.
 
     Args:
         words: Arguments of the command line.
@@ -68,37 +70,24 @@ def with_configs(words: Sequence[str]) -> list[str]:
     Example:
         >>> with_configs(["fit", "a.yaml", "--config=b.yaml", "--data", "c.yaml"])
         ['fit', '--config', 'a.yaml', '--config=b.yaml', '--data', 'c.yaml']
-        >>> Path(with_configs(["fit", "digits.yaml"])[-1]).is_file()
-        True
+        >>> Path(with_configs(["fit", "--config", "digits"])[-1]).name
+        'digits.yaml'
     """
+    paths = CONFIGS.rglob("*.yaml")
+    shipped = {str(path.relative_to(CONFIGS).with_suffix("")): path for path in paths}
     found: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         option, _, value = word.rpartition("=")
-        if value.endswith((".yaml", ".yml")):
-            is_value = option or (before.startswith("-") and "=" not in before)
-            shipped = CONFIGS / value.removeprefix("configs/")
-            if shipped.is_file() and not Path(value).exists():
-                word = word.removesuffix(value) + str(shipped)
-            found += [] if is_value else ["--config"]
+        is_value = option or (before.startswith("-") and "=" not in before)
+        is_file = value.endswith((".yaml", ".yml"))
+        if is_file and not is_value:
+            found.append("--config")
+        path = shipped.get(value.removeprefix("configs/").removesuffix(".yaml"))
+        is_config = is_file or (option or before) in ("-c", "--config")
+        if path and is_config and not Path(value).exists():
+            word = word.removesuffix(value) + str(path)
         found.append(word)
     return found
-
-
-def did_you_mean(words: Sequence[str], names: Sequence[str]) -> str:
-    """Return which names are similar to words that are none of them; empty if no name is.
-
-    Example:
-        >>> did_you_mean(["Key", "Dirichlett", "IID"], ["Dirichlet", "IID"])
-        'did you mean Dirichlet?'
-    """
-    by_lower_case = {name.lower(): name for name in names}
-    similar = [
-        by_lower_case[match]
-        for word in dict.fromkeys(words)
-        for match in get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.8)
-        if word not in names and word[0].isupper() == by_lower_case[match][0].isupper()
-    ]
-    return f"did you mean {', '.join(dict.fromkeys(similar))}?" if similar else ""
 
 
 def command_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
@@ -125,49 +114,25 @@ def command_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     }
     add = commands["init"].add_argument
     add("name", nargs="?", default="federation", help="New folder of the project, %(default)s.")
-    commands["methods"].add_argument(
-        "word", nargs="?", default="", help="Only methods with this word."
-    )
+    add = commands["methods"].add_argument
+    add("word", nargs="?", default="", help="Only methods with this word.")
     commands["completion"].add_argument("shell", choices=["bash", "zsh", "tcsh"])
-    _add_report(commands["report"])
+    add = commands["report"].add_argument
+    add("runs", nargs="+", metavar="[NAME=]FOLDER", help=RUNS)
+    add("--output", help="An .html file; default: report.html in the run, or in this folder.")
+    add("--title", help="Title of the report; default: the names of the runs.")
+    add("--metric", help="Column of rounds.csv that judges runs; default: accuracy, else loss.")
+    add("--mode", choices=["max", "min"], help="Best value of --metric; default: min for a loss.")
     add = commands["check"].add_argument
     add("--rounds", type=int, default=3, help="Rounds, default: %(default)s")
     add("--clients", type=int, default=4, help="Most clients per round, default: %(default)s")
-    add("--columns", nargs="+", choices=COLUMNS, default=COLUMNS, help="What to check, default all")
+    add("--columns", nargs="+", default=[], help="What to check, default all")
     add = commands["partition"].add_argument
     add("--output", default=".", help="Folder of partition.json and partition.png.")
     add = commands["export"].add_argument
     add("target", choices=["flower"], help="What runs the app.")
     add("--output", default="app", help="Folder of the app, which must not exist, %(default)s.")
     return top, commands
-
-
-def _add_report(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "runs",
-        nargs="+",
-        help="Folders of runs (runs/digits/version_0), or folders that contain runs (runs/digits)."
-        " NAME=FOLDER names their group; FOLDER may contain wildcards (FedAvg='runs/a*'). A name"
-        " that is given several times has all of these runs.",
-    )
-    add(
-        "--output",
-        help="Path of the report, an .html file. By default, report.html in the folder of the run,"
-        " or in the working directory if there are several runs.",
-    )
-    add("--title", help="Title of the report. By default, the names of the runs.")
-    add(
-        "--metric",
-        help="Column of rounds.csv by which runs are judged and compared, such as val/f1. By"
-        " default, the accuracy of the validation, or else its loss.",
-    )
-    add(
-        "--mode",
-        choices=["max", "min"],
-        help="Whether the best value of --metric is its maximum or its minimum. By default, min for"
-        " names with loss or err, otherwise max.",
-    )
 
 
 def named_runs(words: Sequence[str]) -> dict[str, list[str]]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +37,7 @@ from lightning_fl.cli.arguments import short_path, with_configs
 from lightning_fl.cli.parser import PARSER, PARTS, Parser, check_file, describe
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.errors import FederationError
-from lightning_fl.files import FolderLock, read_text, write_atomically
+from lightning_fl.files import FolderLock, write_atomically
 from lightning_fl.report import LogFiles
 from lightning_fl.report.run import (
     IGNORED_BY_TEST,
@@ -52,27 +50,6 @@ from lightning_fl.report.run import (
 )
 from lightning_fl.runners import VectorizedClients
 
-#: File in the folder of a run that identifies its SLURM job.
-JOB = "slurm.json"
-
-
-class JobNote(Callback):
-    """Write the SLURM job of a run to its folder, where a requeued job finds it.
-
-    Args:
-        path: Path of the file.
-        job: Identification of the job.
-    """
-
-    def __init__(self, path: Path, job: Mapping[str, Any]) -> None:
-        self.path, self.job = path, job
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the file after all processes have chosen the folder."""
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            write_atomically(self.path, json.dumps(self.job))
-
-
 _CLI = TypeVar("_CLI", bound=LightningCLI)
 
 
@@ -81,8 +58,7 @@ class FederatedCLI(LightningCLI):
 
     A new fit creates the next free folder ``version_N`` under ``trainer.default_root_dir``. ``fit
     --ckpt_path last`` resumes the newest run, and the other commands load its checkpoint. With the
-    ``config.yaml`` in the folder of a run, they take that run instead of the newest. A requeued
-    SLURM job resumes in the folder of its first start.
+    ``config.yaml`` in the folder of a run, they take that run instead of the newest.
     """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -118,17 +94,26 @@ class FederatedCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments, and check the configurations."""
-        self.words = args
         parser.usage = "lightning-fl COMMAND --config FILE [options]"
         for path in (word.rpartition("=")[2] for word in args):
             if path.endswith((".yaml", ".yml")) and Path(path).is_file():
                 check_file(path)
+        if args and args[0] in self._subcommand_parsers:
+            self._check_names(self._subcommand_parsers[args[0]], args)
         super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand]
         if empty := [name for name in PARTS if config[name] is None]:
             raise FederationError(f"{empty[0]} is empty in the configuration: remove it")
         if isinstance(callback := config.trainer.callbacks, Namespace):  # Lightning takes one, too
             config.trainer.callbacks = [callback]
+
+    def _check_names(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
+        """Raise an error for the last name of an option alone, such as ``--max_epochs``."""
+        options = [option for action in parser._actions for option in action.option_strings]
+        for name in (word.partition("=")[0] for word in args if word.startswith("--")):
+            whole = [option for option in options if option.endswith(f".{name[2:]}")]
+            if whole and name not in options:
+                raise FederationError(f"{name} is not an option: use {' or '.join(whole)}")
 
     def before_instantiate_classes(self) -> None:
         """Set the number of threads."""
@@ -148,31 +133,33 @@ class FederatedCLI(LightningCLI):
 
         Unlike Lightning, do not let hyperparameters of a checkpoint choose classes.
         """
-        subcommand = self.config.subcommand
-        config = self.config[subcommand]
+        config, is_fit = self.config[self.config.subcommand], self.config.subcommand == "fit"
         root = Path(config.trainer.default_root_dir or ".").absolute()
         runs = version_folders(root)
         new = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
-        if subcommand != "fit":  # do not test random parameters
-            config.ckpt_path = config.ckpt_path or "last"
-        requeued = self._requeued(runs) if subcommand == "fit" else None
-        self.is_requeued = requeued is not None
-        self.run_folder = requeued or (runs[-1] if runs else new)
-        if self.is_requeued and (config.ckpt_path is None or self._newest(config) is not None):
-            config.ckpt_path = "last"  # newer than the checkpoint of the command line
-        if config.ckpt_path == "last":
-            self._resolve_last(config, new)
-        elif config.ckpt_path is not None:
-            path = Path(config.ckpt_path).absolute()
+        newest_run = runs[-1] if runs else new
+        self.run_folder = new if is_fit else newest_run
+        given = config.ckpt_path or (None if is_fit else "last")  # do not test random parameters
+        if given == "last":
+            run = self._run_of_config(config) or newest_run
+            newest = self._newest(config, run)
+            config.ckpt_path = None if newest is None else str(newest)
+            if newest is not None:
+                self.run_folder = run
+            elif is_fit:
+                rank_zero_warn(f"there is no checkpoint in {short_path(run)}: starting a new run")
+            else:
+                raise FederationError(
+                    f"there is no checkpoint in {run}: run fit first, or set --ckpt_path to a file"
+                )
+        elif given is not None:
+            path = Path(given).absolute()
             if not path.is_file():
                 raise FederationError(
-                    f"checkpoint {config.ckpt_path} is not a file: set --ckpt_path to a file or"
-                    " last"
+                    f"checkpoint {given} is not a file: set --ckpt_path to a file or last"
                 )
             if path.parent in runs:
                 self.run_folder = path.parent
-        elif subcommand == "fit" and not config.trainer.fast_dev_run:
-            self.run_folder = new
         self.checkpoint_round: int | None = None
         if (file := config.ckpt_path) is not None and config.weights_only is not False:
             checkpoint = read_checkpoint(  # memory-mapped: tensors are not read
@@ -183,47 +170,17 @@ class FederatedCLI(LightningCLI):
             state = checkpoint.get("callbacks", {}).get(FederatedLoop.__qualname__, {})
             self.checkpoint_round = state.get("round")
 
-    def _resolve_last(self, config: Any, new: Path) -> None:
-        """Set ``ckpt_path`` to the newest checkpoint of the run; None if a fit has none yet."""
-        if not self.is_requeued:
-            self.run_folder = self._run_of_config(config) or self.run_folder
-        newest = self._newest(config)
-        if newest is None and self.config.subcommand != "fit":
-            raise FederationError(
-                f"there is no checkpoint in {self.run_folder}: run fit first, or set --ckpt_path to"
-                " a file"
-            )
-        config.ckpt_path = None if newest is None else str(newest)
-        if newest is None and (self.run_folder / TABLE).exists() and not self.is_requeued:
-            place = short_path(self.run_folder)
-            self.run_folder = new  # keep the results of the other run
-            rank_zero_warn(f"there is no checkpoint in {place}: starting a new run")
-
     def _run_of_config(self, config: Any) -> Path | None:
         """Return the folder of a run if its own ``config.yaml`` is a config of the command."""
-        for path in reversed(config.get("config") or []):
-            file = Path(path.absolute)
-            if file.name == "config.yaml" and (file.parent / TABLE).is_file():
-                return file.parent
-        return None
+        files = [Path(path.absolute) for path in reversed(config.get("config") or [])]
+        own = (f for f in files if f.name == "config.yaml" and (f.parent / TABLE).is_file())
+        return next((file.parent for file in own), None)
 
-    def _newest(self, config: Any) -> Path | None:
-        """Return the newest checkpoint of the run, including those written on SLURM signals."""
-        folder = Path(config.checkpoint.dirpath or self.run_folder)
-        found = [folder / f"{config.checkpoint.filename}.ckpt"]
-        found += self.run_folder.glob("hpc_ckpt_*.ckpt")
-        return max(filter(Path.is_file, found), key=lambda p: p.stat().st_mtime, default=None)
-
-    def _requeued(self, runs: Sequence[Path]) -> Path | None:
-        """Return the folder of the run if SLURM has requeued this job, else None."""
-        if not int(os.environ.get("SLURM_RESTART_COUNT") or 0):
-            return None
-        notes = (run / JOB for run in reversed(runs) if (run / JOB).is_file())
-        return next((n.parent for n in notes if json.loads(read_text(n)) == self._job()), None)
-
-    def _job(self) -> dict[str, Any]:
-        """Return the identification of the job, which does not change when it is requeued."""
-        return {"job": os.environ.get("SLURM_JOB_ID"), "command": self.words}
+    def _newest(self, config: Any, run: Path) -> Path | None:
+        """Return the newest checkpoint of a run, including those written on SLURM signals."""
+        last = Path(config.checkpoint.dirpath or run) / f"{config.checkpoint.filename}.ckpt"
+        found = filter(Path.is_file, [last, *run.glob("hpc_ckpt_*.ckpt")])
+        return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Configure the output folder, the callbacks and the loggers of the Trainer."""
@@ -250,8 +207,6 @@ class FederatedCLI(LightningCLI):
                 callbacks.append(RoundProgress())
             if config.enable_model_summary is not False and not has(ModelSummary):
                 callbacks.append(LayerSummary())
-            if "SLURM_JOB_ID" in os.environ:
-                callbacks.append(JobNote(self.run_folder / JOB, self._job()))
         # Also without training: Lightning warns if a callback of the checkpoint is missing.
         if not has(RunReport):
             before = [i for i, c in enumerate(callbacks) if isinstance(c, LogFiles)]
@@ -294,21 +249,15 @@ class FederatedCLI(LightningCLI):
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.trainer.fit(**kwargs)
             return
-        if self.is_requeued:
-            job, count = os.environ["SLURM_JOB_ID"], os.environ["SLURM_RESTART_COUNT"]
-            place = short_path(self.run_folder)
-            self._say(f"SLURM job {job}, restart {count}: resuming the run in {place}")
         if path := kwargs.get("ckpt_path"):
             self._say(f"Resuming from {short_path(Path(path))}")
         is_new = not self.run_folder.exists()  # all processes have to find the next free folder
         try:
             self.trainer.fit(**kwargs)
         except Exception:
-            if is_new and self.trainer.global_step == 0 and self.trainer.is_global_zero:
-                with suppress(FederationError, OSError):  # another run may have begun there
-                    lock = FolderLock(self.run_folder)
-                    shutil.rmtree(self.run_folder)
-                    lock.release()
+            is_first = self.trainer.global_step == 0 and self.trainer.is_global_zero
+            if is_new and is_first and not (self.run_folder / FolderLock.NAME).exists():
+                shutil.rmtree(self.run_folder, ignore_errors=True)  # no other run has begun there
             raise
         except SystemExit as end:  # of Lightning: code 1 after an interruption, 0 after SIGTERM
             if isinstance(end, SIGTERMException) or self.trainer.interrupted:

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from argparse import SUPPRESS, HelpFormatter, RawDescriptionHelpFormatter
-from inspect import signature
-from typing import Any, NoReturn
+from typing import Any
 
-import lightning.pytorch.callbacks
-import lightning.pytorch.loggers
 import yaml
 from jsonargparse import DefaultHelpFormatter
-from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 # Every class that a config may name by its short name has to be imported.
-import lightning_fl.optimizers  # noqa: F401
-from lightning_fl import (
-    aggregators,
-    callbacks,
-    datamodules,
-    models,
-    objectives,
-    partition,
-    policies,
-    samplers,
-    transforms,
-)
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
-from lightning_fl.cli.arguments import COMMANDS, CONFIGS, WITH_FIT, did_you_mean
+import lightning_fl.models
+import lightning_fl.optimizers
+import lightning_fl.transforms  # noqa: F401
+from lightning_fl.cli.arguments import COMMANDS, WITH_FIT
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, read_text
 
-#: Modules whose classes a configuration names.
-ROOMS = (
-    *(aggregators, callbacks, datamodules, models, objectives, partition, policies, samplers),
-    *(transforms, lightning.pytorch.callbacks, lightning.pytorch.loggers),
-)
 #: Parts of a configuration that are no class of the user's choice.
-#:
-#: :meta hide-value:
-PARTS = {"trainer": Trainer, "federation": FederatedLoop, "checkpoint": RoundCheckpoint}
+PARTS = ("trainer", "federation", "checkpoint")
 FIT = f"""{COMMANDS["fit"]} The options that most runs set:
 
   --config digits.yaml               a configuration; several are merged in order
@@ -61,7 +39,7 @@ class _Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser, with a shorter help, and errors that suggest a known name."""
+    """Lightning's parser, with a shorter help."""
 
     def format_help(self, formatter: HelpFormatter | None = None) -> str:
         """Return the help: only that of ``fit`` has the options of a configuration."""
@@ -70,17 +48,6 @@ class Parser(LightningArgumentParser):
                 if action.dest not in OF_ALL:
                     action.help = SUPPRESS
         return super().format_help(formatter)
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the message and a suggestion, and exit."""
-        if self.exit_on_error:  # else it is the parser of a class, whose message is printed here
-            names = [name for room in ROOMS for name in room.__all__]
-            names += [f"{k}.{n}" for k, part in PARTS.items() for n in signature(part).parameters]
-            names += ["ckpt_path", "seed_everything", "threads", "vectorize"]
-            names += [path.name for path in CONFIGS.rglob("*.yaml")]
-            similar = did_you_mean(re.findall(r"[\w.]+", message), names)
-            message = f"{message}\n{similar}".rstrip()
-        super().error(message, ex)
 
 
 #: Help of options that have another meaning here than in Python.

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_fl.callbacks.report import write_partition
-from lightning_fl.check import STEPS, CheckResult, Run, check_columns
+from lightning_fl.check import COLUMNS, STEPS, CheckResult, Run, check_columns
 from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.errors import FederationError
@@ -124,6 +124,7 @@ def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str
     """
     table = Table("column", "result", "difference", "first client and tensor", "")
     results = []
+    columns = columns or list(COLUMNS)
     found = checked(words, rounds, clients, columns)
     for result in track(found, "checking", total=len(columns), transient=True):
         where = [] if result.client is None else [f"client {result.client}"]

@@ -8,13 +8,17 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from jsonargparse import capture_parser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fl.cli import fail
-from lightning_fl.cli.arguments import OF_TRAINER, named_runs, short_path
-from lightning_fl.cli.completion import print_completion
+from lightning_fl.cli.arguments import OF_TRAINER, command_parser, named_runs, short_path
 from lightning_fl.cli.federated import FederatedCLI, start
+from lightning_fl.extras import imported
 from lightning_fl.report import report
+
+#: Options that take a path.
+PATHS = ("--config", "--ckpt_path", "--trainer.default_root_dir")
 
 
 def run(asked: Namespace, options: Sequence[str]) -> None:
@@ -64,3 +68,22 @@ def _warning(
     """Format a warning without the line of code."""
     kind = "warning" if issubclass(category, UserWarning) else category.__name__
     return f"lightning-fl: {kind}: {message}\n"
+
+
+def print_completion(shell: str) -> None:
+    """Print the script that completes commands and options.
+
+    Args:
+        shell: The shell.
+    """
+    shtab = imported("shtab", user="lightning-fl completion", extra="completion")
+    top, commands = command_parser()
+    lightning: Any = capture_parser(lambda: start(FederatedCLI, []))
+    (subcommands,) = (each.choices for each in lightning._actions if each.dest == "subcommand")
+    for name, parser in subcommands.items():
+        for action in parser._actions:
+            if action.option_strings and action.dest != "help":
+                added: Any = commands[name].add_argument(*action.option_strings)
+                if added.option_strings[-1] in PATHS:
+                    added.complete = shtab.FILE
+    print(shtab.complete(top, shell))

@@ -1,7 +1,6 @@
 """Checkpoints that a kill cannot spoil."""
 
 import os
-import stat
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def test_a_file_is_written_with_its_folders_and_replaced(tmp_path):
     assert names(path.parent) == ["file"]
 
 
-@pytest.mark.parametrize("where", ["write", "fsync", "replace", "chmod"])
+@pytest.mark.parametrize("where", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     tmp_path, monkeypatch, where, error
@@ -85,17 +84,6 @@ def test_temporary_file_of_a_killed_process_is_removed_by_the_next_run(tmp_path,
     FolderLock(tmp_path).release()
     write_atomically(tmp_path / "file", "kept")
     assert names(tmp_path) == sorted([*others, "file"])
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_the_files_mode_follows_the_umask(tmp_path, umask):
-    before = os.umask(umask)
-    try:
-        write_atomically(tmp_path / "file", "")
-        assert os.umask(umask) == umask
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~umask
 
 
 def test_a_checkpoint_is_written_and_read(tmp_path):

@@ -1,8 +1,9 @@
-"""``lightning-fl configs`` and ``lightning-fl methods``."""
+"""``lightning-fl init``, ``configs`` and ``methods``, which answer without torch."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -16,6 +17,25 @@ METHODS = (
     Path(__file__).parents[1] / "methods" / "index.md",
     Path(__file__).parents[2] / "docs" / "methods" / "index.md",
 )
+#: The files of a new project, each with ``.txt`` behind its name.
+FILES = Path(__file__).with_name("project_files")
+
+
+def init(name: str) -> None:
+    """Write a minimal project: a module, a configuration and a README.
+
+    Args:
+        name: New folder of the project.
+    """
+    folder = Path(name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        fail(f"{folder} exists and is not empty: choose another name")
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in sorted(FILES.glob("*.txt")):
+        text = source.read_text(encoding="utf-8").replace("{name}", folder.resolve().name)
+        (folder / source.stem).write_text(text, encoding="utf-8")
+        print(f"Written to {folder / source.stem}")
+    print(f"Next: cd {shlex.quote(str(folder))} && lightning-fl fit --config config.yaml")
 
 
 def configs() -> None:
@@ -23,10 +43,8 @@ def configs() -> None:
     paths = sorted(CONFIGS.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
     names = {path.relative_to(CONFIGS).as_posix(): path for path in paths}
     width = max(map(len, names))
-    columns = shutil.get_terminal_size((1000, 24)).columns
     for name, path in names.items():
-        line = f"{name:{width}}  {description(path)}"
-        print(line if len(line) <= columns else f"{line[: columns - 3]}...")
+        print(f"{name:{width}}  {description(path)}")
 
 
 def description(path: Path) -> str:
