@@ -467,7 +467,6 @@ def test_what_the_run_ran_with_is_written_and_nothing_personal(run, tmp_path):
     assert found["terms"] == []
     assert found["optimizer"] == "SGD(lr=0.001)"
     assert found["client_metric"] is None
-    assert found["faults"] is False
     text = (tmp_path / "environment.json").read_text()
     assert os.uname().nodename not in text
     assert str(tmp_path) not in text
