@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from lightning_fl import callbacks as known_callbacks
 from lightning_fl.partition import Manifest
 from lightning_fl.report.run import Run
@@ -21,8 +23,27 @@ from lightning_fl.report.scores import (
 )
 from lightning_fl.report.words import counted, listed, number, seconds, size, span
 
+#: Share of its rounds in which a client may be dropped without an alarm.
+MOST_LOST = 0.1
 #: Remedy for a test that does not fit its run.
 AGAIN = "To test it as it is now, run lightning-fl test with --config config.yaml of the run."
+
+
+def alarms(run: Run) -> Iterator[str]:
+    """Yield why the results of a run are doubtful: its rounds kept the model or lost a client."""
+    if kept := [number(at) for at, _ in run.column("kept")]:
+        rounds = f"{counted(len(kept), 'round')}: {listed(kept, 10)}"
+        yield f"{run.name} kept the global model in {rounds}."
+    if run.outcomes is not None:
+        sampled, lost = ((run.outcomes.codes > code).sum(0) for code in (0, 1))
+        often = [
+            f"{client_label(client, run)} in {lost[client]} of {sampled[client]}"
+            for client in np.flatnonzero(lost > MOST_LOST * sampled).tolist()
+        ]
+        if often:
+            yield f"{run.name} dropped clients in more than {MOST_LOST:.0%} of their rounds: " + (
+                listed(often, 10) + "."
+            )
 
 
 def warnings(run: Run) -> Iterator[str]:

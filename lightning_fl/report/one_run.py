@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_fl.report.clients import clients, participation, partition
 from lightning_fl.report.curves import cost, hyper_parameters, progress
 from lightning_fl.report.groups import Group
-from lightning_fl.report.lead import key_figures, setting, warnings
+from lightning_fl.report.lead import alarms, key_figures, setting, warnings
 from lightning_fl.report.page import Picture, Report, Section
 from lightning_fl.report.run import Run
 from lightning_fl.report.scores import headline, with_derived
@@ -47,4 +47,5 @@ def about_run(run: Run, title: str | None = None) -> Report:
         list(key_figures(run)),
         [section for section in sections if section is not None],
         list(warnings(run)),
+        list(alarms(run)),
     )

@@ -22,7 +22,7 @@ from lightning_fl.report.groups import (
     identity,
     top_level,
 )
-from lightning_fl.report.lead import setting, warnings
+from lightning_fl.report.lead import alarms, setting, warnings
 from lightning_fl.report.page import Report, Section, Table, Verbatim
 from lightning_fl.report.paper import latex
 from lightning_fl.report.run import Run
@@ -87,6 +87,7 @@ def about_groups(
         [],
         [section for section in sections if section is not None],
         [*left_out, *_mixed(groups), *(text for run in runs for text in warnings(run))],
+        [text for run in runs for text in alarms(run)],
     )
 
 

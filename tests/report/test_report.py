@@ -188,6 +188,20 @@ OTHERS = ("config__yaml", "environment__json", "partition__json", "participation
 OTHERS += ("participation_by_round__csv__gz",)
 
 
+def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alarms(folder, undrawn):
+    rounds = "round,clients,kept\n1,2,\n2,2,1\n3,2,1\n"
+    lines = [f"{i},{'15'[i == 1]}{'15'[i < 3]}" for i in range(1, 12)]  # dropped in 1 and 2 of 11
+    run = read_run(
+        write_by_round(folder(rounds__csv=rounds), *lines, legend="0=no 1=arrived 5=late")
+    )
+    page = about_run(run)
+    assert page.alarms == [
+        "digits/version_0 kept the global model in 2 rounds: 2, 3.",
+        "digits/version_0 dropped clients in more than 10% of their rounds: client 1 in 2 of 11.",
+    ]
+    assert page.alarms[0] in Page(html(page)).text
+
+
 def test_table_of_rounds_alone_makes_a_page(folder):
     path = folder(**dict.fromkeys(OTHERS), rounds__csv="round,clients\n1,2\n2,2\n")
     text = Page(html(about_run(read_run(path)))).text
