@@ -108,21 +108,39 @@ def _common(runs: Sequence[Run]) -> list[str]:
     return [phrase for phrase in first if all(phrase in other for other in others)]
 
 
-def _finals(group: Group) -> list[float]:
-    """Return the final values of the metric."""
-    return [judged[0] for run in group.runs if (judged := final_and_best(run))]
-
-
 def _best(groups: Sequence[Group]) -> list[str]:
-    """Return a sentence on the best group; empty if there are fewer than two groups."""
+    """Return sentences on the best group; empty if there are fewer than two groups.
+
+    Runs with an alarm are left out. Groups are separated from the best one if the interval of
+    their paired differences does not contain 0.
+    """
     metric, mode = groups[0].runs[0].metric, groups[0].runs[0].mode
-    finals = {group.name: _finals(group) for group in groups}
+    sound = [replace(g, runs=[run for run in g.runs if not any(alarms(run))]) for g in groups]
+    finals = {
+        group.name: [judged[0] for run in group.runs if (judged := final_and_best(run))]
+        for group in sound
+    }
     means = {name: mean_and_std(values)[0] for name, values in finals.items() if values}
     means = {name: mean for name, mean in means.items() if math.isfinite(mean)}
     if len(means) < 2:
         return []
     top = (max if mode == "max" else min)(means, key=means.__getitem__)
-    return [f"{top} has the best final {metric}, {plus_minus(finals[top])}."]
+    (best,) = (group for group in sound if group.name == top)
+    close = [
+        group.name
+        for group in sound
+        if group.name in means.keys() - {top} and not _is_separated(best, group)
+    ]
+    text = f"{top} has the best final {metric}, {plus_minus(finals[top])}."
+    text += f" The seeds do not separate it from {listed(close, 6)}." if close else ""
+    text += " Runs with an alarm are left out." if sound != groups else ""
+    return [text]
+
+
+def _is_separated(base: Group, other: Group) -> bool:
+    """Return whether the 95 % interval of paired differences does not contain 0."""
+    mean, half = t_interval(list(_pairs(base, other).values()))
+    return abs(mean) > half  # half is NaN without two common seeds
 
 
 def _measures(run: Run, time: float | None) -> Measures:

@@ -24,6 +24,7 @@ from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Picture
 from lightning_fl.report.scores import headline, with_derived
 from lightning_fl.report.several_runs import about_groups
+from lightning_fl.report.words import NBSP
 from lightning_fl.report.write import html
 from lightning_fl.types import FederationError
 
@@ -276,6 +277,7 @@ def two_groups(folder, config):
         path = folder(
             f"digits/version_{i}",
             accuracies=(0.1, last),
+            participation_by_round__csv__gz=by_round("1,11", "2,11"),
             config__yaml=config(seed_everything=i % 2, federation__client_fraction=share),
             environment__json=json.dumps(told),
         )
@@ -285,7 +287,9 @@ def two_groups(folder, config):
 def test_runs_are_compared_group_by_group(two_groups, tmp_path):
     text = page_of(report(two_groups, tmp_path / "new" / "both.html", title="Mine")).text
     assert "4 runs in 2 groups, which differ in federation.client_fraction." in text
+    # Both differences are 0.5: their interval has no width.
     assert "client_fraction=1.0 has the best final val_acc, 0.80 ± 0.14." in text
+    assert "do not separate" not in text
     # Final accuracies 0.2 and 0.4: mean 0.3, s = 0.1414, and t = 12.706 for two seeds, so the half
     # width is 12.706 * 0.1414 / sqrt(2) = 1.2706.
     assert "client_fraction=0.1 0, 1 2 0.30 ± 0.14 -0.9706 to 1.571 0.30 ± 0.14" in text
@@ -734,6 +738,32 @@ def test_runs_are_paired_by_their_seeds(folder, config):
         ["client_fraction=1.0", "1: +0.2, 2: +0.1, 3: +0.3", "+0.2", "-0.04841 to +0.4484"]
     ]
     assert "If it contains 0" in section.text[0]
+
+
+def test_best_group_has_no_alarm_and_is_separated_by_seeds_or_not(folder):
+    def compared(**finals):
+        groups = []
+        for name, values in finals.items():
+            runs = [
+                folder(
+                    f"{name}{'-'.join(map(str, values))}-{seed}/v",
+                    (0.0, last),
+                    environment__json=json.dumps({"seed": seed}),
+                    # The update of a client was dropped in half of its rounds.
+                    participation_by_round__csv__gz=by_round("1,11", "2,1" + "12"[name == "lost"]),
+                )
+                for seed, last in enumerate(values)
+            ]
+            groups.append(Group(name, list(map(read_run, runs))))
+        return about_groups(groups).lead[-1].replace(NBSP, " ")
+
+    best = "high has the best final val_acc"
+    near = compared(low=(0.1, 0.2, 0.3), high=(0.3, 0.2, 0.6))  # 0.2, 0, 0.3: half width 0.38
+    assert near == f"{best}, 0.37 ± 0.21. The seeds do not separate it from low."
+    far = compared(low=(0.1, 0.2, 0.31), high=(0.5, 0.6, 0.71))
+    assert far == f"{best}, 0.60 ± 0.11."
+    lost = compared(low=(0.1, 0.2, 0.32), high=(0.5, 0.6, 0.72), lost=(0.9, 0.9, 0.9))
+    assert lost == f"{best}, 0.61 ± 0.11. Runs with an alarm are left out."
 
 
 def test_values_that_some_seeds_lack_are_marked(folder, config):
