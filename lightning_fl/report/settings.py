@@ -54,7 +54,7 @@ def command(run: Run) -> str:
     """
     config, machine = run.config, run.environment.get("machine", {})
     options = {name: config[name] for name in SEEDS if type(config.get(name)) is int}
-    if run.planned != config.get("trainer.max_epochs"):  # resumed with more rounds
+    if run.planned and run.planned != config.get("trainer.max_epochs"):  # resumed with more
         options["trainer.max_epochs"] = run.planned
     if config.get("threads") is None and machine:
         options["threads"] = machine["threads"]  # sums depend on it

@@ -344,15 +344,6 @@ def test_a_run_belongs_to_one_group(two_groups, tmp_path):
         report(named, tmp_path / "twice.html")
 
 
-def test_scores_on_other_samples_have_a_column_of_their_own(two_groups, undrawn):
-    (two_groups / "version_0" / "clients.csv").write_text("client,server\n0,0.5\n1,0.25\n")
-    page = about_groups(group([read_run(f) for f in find_runs([two_groups])[0]]))
-    table = page.sections[0].tables[0]
-    few = dict(zip(table.head, table.rows[0], strict=True))
-    assert few["worst tenth of clients, own test samples"] == "0.25 (1 of 2 seeds)"
-    assert few["worst tenth of clients, own training samples"] == "0.5 (1 of 2 seeds)"
-
-
 def test_metrics_named_by_stage_are_drawn(folder, undrawn):
     rounds = "round,clients,val/acc,train/loss\n1,2,0.5,1.5\n2,2,0.75,1.0\n"
     section = progress([Group("a", [read_run(folder(rounds__csv=rounds))])])
@@ -640,13 +631,6 @@ def test_the_page_shows_who_participated_when(folder):
         "server",
     ]
     assert section.tables[1].rows[0] == ["1", "2", "3", "1", "1", "0", "0.5"]
-
-
-def test_samples_of_local_tests_are_told_from_those_of_the_training(folder, config):
-    path = folder(config__yaml=config(data__init_args__local_test_size=0.25))
-    assert (
-        " · 25% of each client's samples for its own test · " in about_run(read_run(path)).lead[0]
-    )
 
 
 def test_a_large_federation_fits_into_two_megabytes(folder, manifest, undrawn):
