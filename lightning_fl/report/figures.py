@@ -395,7 +395,7 @@ def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:
         >>> element.startswith("<svg "), chart["lines"][0]["y"]
         (True, [0.5, 0.25])
     """
-    file = io.StringIO()
+    file = io.BytesIO()
     with _style(f"panel {name}"):
         figure = Figure(figsize=PANEL)
         axes = figure.subplots()
@@ -411,7 +411,8 @@ def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:
         "log": axes.get_yscale() == "log",
         "xlabel": panel.xlabel,
     }
-    return _inline(file.getvalue(), f"{panel.ylabel} by {panel.xlabel}"), chart | panel.values()
+    element = _inline(file.getvalue().decode(), f"{panel.ylabel} by {panel.xlabel}")
+    return element, chart | panel.values()
 
 
 def _inline(content: str, label: str) -> str:
