@@ -17,8 +17,6 @@ from lightning_fl.federation.dropped import CAUSES
 CODES = string.digits + string.ascii_letters
 #: Outcomes that every record knows: the update of a client arrives, or is dropped for a cause.
 OUTCOMES = ("not_sampled", "arrived", *CAUSES)
-#: Outcome of all further causes, if there are more causes than characters.
-OTHER = "other_causes"
 
 
 class Participation:
@@ -44,10 +42,6 @@ class Participation:
         self.outcomes = list(OUTCOMES)
         self._rounds: list[bytes] = []
 
-    def __len__(self) -> int:
-        """Return the number of rounds."""
-        return len(self._rounds)
-
     def add(self, clients: Sequence[int], dropped: Mapping[int, str]) -> None:
         """Add a round.
 
@@ -62,16 +56,13 @@ class Participation:
         self._rounds.append(zlib.compress(row.tobytes()))
 
     def _code(self, cause: str) -> str:
-        if cause not in self.outcomes and len(self.outcomes) >= len(CODES) - 1:
-            cause = OTHER
         if cause not in self.outcomes:
             self.outcomes.append(cause)
         return CODES[self.outcomes.index(cause)]
 
     def _texts(self) -> Iterator[bytes]:
-        """Yield the rounds; a row of a damaged checkpoint ends after the number of clients."""
-        for row in self._rounds:
-            yield zlib.decompressobj().decompress(row, self.num_clients)
+        """Return the texts of the rounds."""
+        return map(zlib.decompress, self._rounds)
 
     def counts(self) -> np.ndarray[Any, Any]:
         """Return the number of rounds and of dropped updates of each client, ``[2, n]``."""
@@ -111,8 +102,3 @@ class Participation:
         """Restore all rounds."""
         self.num_clients = state_dict["clients"]
         self.outcomes, self._rounds = list(state_dict["outcomes"]), list(state_dict["rounds"])
-
-    def fits(self, num_rounds: int, num_clients: int) -> bool:
-        """Return whether a restored record has these rounds and clients."""
-        is_same = (len(self), self.num_clients) == (num_rounds, num_clients)
-        return is_same and all(len(text) == num_clients for text in self._texts())

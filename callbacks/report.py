@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_fl.aggregators import Aggregator, NeuronMatching
 from lightning_fl.callbacks.client_table import Points, line_figure
-from lightning_fl.callbacks.faults import ClientFaults
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.participation import Participation
@@ -34,7 +33,6 @@ from lightning_fl.strategies import gathered
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_Callback = TypeVar("_Callback", bound=Callback)
 #: Format of environment.json and its version.
 FORMAT = "lightning_fl environment 1"
 #: Packages with versions listed in environment.json.
@@ -98,11 +96,8 @@ class RunReport(Callback):
         """Write the partition and the environment."""
         loop, data = _loop(trainer), trainer.datamodule  # type: ignore[attr-defined]
         self._reason = None
-        clients = len(data.num_samples)
         if loop.round == 0:
-            self.participation = Participation(clients)
-        elif self.participation is not None and not self.participation.fits(loop.round, clients):
-            self.participation = None
+            self.participation = Participation(len(data.num_samples))
         # Called on all processes: Lightning broadcasts the log folder from the first one.
         self._folder = run_folder(trainer)
         if self._folder is not None:
@@ -122,7 +117,7 @@ class RunReport(Callback):
         accuracies: list[float] | str = "PersonalizedEvaluation uses test samples"
         if not self.client_samples:
             accuracies = "client_samples=0"
-        elif _first(trainer, PersonalizedEvaluation) is None:
+        elif _evaluation(trainer) is None:
             accuracies = client_accuracies(trainer, self.client_samples)
         self._write_clients(trainer, accuracies)
 
@@ -185,7 +180,7 @@ class RunReport(Callback):
         loop, device = _loop(trainer), trainer.strategy.root_device
         options = loop.options
         module, data = user_module(trainer.lightning_module), trainer.datamodule  # type: ignore[attr-defined]
-        evaluation = _first(trainer, PersonalizedEvaluation)
+        evaluation = _evaluation(trainer)
         described = {
             "format": FORMAT,
             "state": state,
@@ -207,7 +202,6 @@ class RunReport(Callback):
             "sampler": describe(options.sampler),
             "update_transforms": [describe(transform) for transform in options.update_transforms],
             "client_metric": None if evaluation is None else evaluation.metric_name,
-            "faults": _first(trainer, ClientFaults) is not None,
             "no train_acc": self._reason,
             "machine": {
                 "platform": f"{platform.system()} {platform.machine()}",
@@ -337,9 +331,9 @@ def _column(rows: Sequence[dict[str, Any]], name: str) -> Points:
     return [(row["round"], row[name]) for row in rows if name in row]
 
 
-def _first(trainer: Trainer, kind: type[_Callback]) -> _Callback | None:
+def _evaluation(trainer: Trainer) -> PersonalizedEvaluation | None:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return next((c for c in callbacks if isinstance(c, kind)), None)
+    return next((c for c in callbacks if isinstance(c, PersonalizedEvaluation)), None)
 
 
 def _optimizer(optimizer: Any) -> str:

@@ -114,7 +114,7 @@ def test_a_report_is_made_of_runs(cli, fitted):
     out = cli("report", f"A={run}", "--title=Both", "--output=both.html")
     assert out == "Written to both.html\n"
     assert "<title>Both</title>" in Path("both.html").read_text()
-    message = "lightning-fl: error: folder nowhere does not exist: pass the folder of a run"
+    message = "lightning-fl: error: nowhere has no completed round: pass the folder of a run"
     assert cli("report", "nowhere", expect=2).startswith(message)
 
 
@@ -213,7 +213,7 @@ def test_a_test_leaves_the_config_of_the_fit_alone(cli, tmp_path):
     }
     cli("report", "runs/digits/version_0")
     page = (run / "report.html").read_text()
-    assert "Measured by lightning-fl test with last.ckpt" in page
+    assert "test_acc of last.ckpt" in page
     assert "data.batch_size is 16, was 32; federation.aggregator is None" in page
     # The file serves fit and test: the same run in a new folder, and a test that does not differ.
     again = cli("fit", "--config", run / "config.yaml")

@@ -69,6 +69,8 @@ class Round:
         #: Model state of the server, and the state from which the clients in training started.
         self.server = self.start = self.before
         self.results = Results(self.before.counters, self.schedule_before)
+        #: Whether too few updates returned, so that the global model is unchanged.
+        self.is_kept = False
         #: Current local step; None before the first and after the last.
         self.step: Step | None = None
         #: Number of finished clients of this process.
@@ -396,7 +398,7 @@ class Round:
         self._merge()
         returned = len(self.plan.cohort) - len(self.results.dropped)
         vector = fit.aggregator.conclude(returned, fit.min_clients)
-        server, kept_by = self.server, None
+        server, kept_by, self.is_kept = self.server, None, vector is None
         if vector is None:
             kept_by = f"min_clients={fit.min_clients} and {describe(fit.aggregator)}"
         else:
@@ -552,6 +554,7 @@ class Round:
             **self._hyperparameters(),
             "bytes_up": sum(up for client, (up, _) in traffic.items() if client not in dropped),
             "bytes_down": sum(down for _, down in traffic.values()),
+            **({"kept": 1} if self.is_kept else {}),
         }
 
     def _hyperparameters(self) -> dict[str, float]:

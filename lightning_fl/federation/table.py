@@ -16,7 +16,7 @@ from lightning_fl.files import write_atomically
 TABLE = "rounds.csv"
 #: Columns of the loop that are not a cause of dropped clients.
 COLUMNS = {"round", "clients", "dropped", "dropped_clients", "num_samples", "num_steps", "lr"}
-COLUMNS |= {"bytes_up", "bytes_down"}
+COLUMNS |= {"bytes_up", "bytes_down", "kept"}
 
 
 class RoundTable:

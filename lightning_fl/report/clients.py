@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_fl.callbacks.client_table import KINDS, summary
+from lightning_fl.callbacks.client_table import summary
 from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.partition import label_drift
 from lightning_fl.report.figures import COLORS, Bars, Grid, Line, Lines, Panel
@@ -37,36 +37,34 @@ MOST_CLIENTS, MOST_BARS = 60, 120
 MOST_CELLS = (100, 200)
 #: Maximum number of classes of a picture, of points of a client each, and of rows of a table.
 MOST_CLASSES, MOST_POINTS, MOST_ROWS = 60, 1000, 400
-#: Maximum size of the histories of clients in characters.
-MOST_HISTORY = 300_000
-#: Places of the colors of outcomes: not sampled (no color), arrived, and causes in their order.
-OUTCOME_COLORS = (6, 0, 1, 2, 3, 4, 5)
-#: Places of the colors of faults and of causes in words, the same as those of outcomes.
-PLACES = dict(zip(("dropout", "crash", "late", "nan", "blowup"), OUTCOME_COLORS[2:], strict=True))
-PLACES |= dict(zip(CAUSES.values(), OUTCOME_COLORS[2:], strict=False))
-PLACES |= {"arrived": 0, "dropped": 1}
+#: Maximum number of outcomes in the histories of clients, clients times rounds.
+MOST_OUTCOMES = 400_000
+#: Places of the colors of outcomes; that of other causes is 5.
+PLACES = dict(zip(("not sampled", "arrived", *CAUSES.values()), (6, 0, 1, 2, 3, 4), strict=True))
+
+
+def _color(outcome: str) -> int:
+    return PLACES.get(outcome, 5)
 
 
 def partition(run: Run) -> Section | None:
     """Describe the partition of the data; None if it is unknown."""
-    if not (sizes := run.partition.get("sizes")):
+    if run.partition is None:
         return None
-    counts = run.partition["counts"]
+    counts, sizes = run.partition.class_counts, run.sizes
     text = (
-        f"{split_rule(run)}, seed {run.partition['seed']}: {counted(len(sizes), 'client')} with"
-        f" {span(sizes)} samples{_median(sizes)}"
+        f"{split_rule(run.partition)}, seed {run.partition.seed}:"
+        f" {counted(len(sizes), 'client')} with {span(sizes)} samples"
     )
     if any(counts):
         text += f"; classes per client: {span([len(row) for row in counts if row])}"
-    panels = _per_client("samples", sizes)
+    panels = [_per_client("samples", sizes)]
     caption = "Number of samples of each client"
-    # Classes are numbers: shorter ones are smaller.
-    names = sorted({name for row in counts for name in row}, key=lambda name: (len(name), name))
-    if 0 < len(names) <= MOST_CLASSES:
-        table = np.array([[row.get(name, 0) for name in names] for row in counts])
+    classes = sorted({label for row in counts for label in row})
+    if 0 < len(classes) <= MOST_CLASSES:
+        table = np.array([[row.get(label, 0) for label in classes] for row in counts])
         drift = label_drift(torch.from_numpy(table)).tolist()
-        panels += _per_client("drift of the classes", drift)
-        panels.append(_classes(table, names, run))
+        panels += [_per_client("drift of the classes", drift), _classes(table, classes, run)]
         caption += (
             "; distance of its class proportions from those of all clients (total variation);"
             " samples by client and class (opacity: square root of the share of the largest cell)"
@@ -74,17 +72,17 @@ def partition(run: Run) -> Section | None:
     return Section("Partition", [text + "."], [Picture("partition", caption + ".", panels)])
 
 
-def _per_client(label: str, values: Sequence[float]) -> list[Panel]:
+def _per_client(label: str, values: Sequence[float]) -> Panel:
     """Return a panel with one bar per client, or with the values in ascending order if many."""
     if len(values) <= MOST_CLIENTS:
         bars = {at: value for at, value in enumerate(values) if math.isfinite(value)}
-        return [Bars(label, "client", {label: bars})]
+        return Bars(label, "client", {label: bars})
     ranked = sorted(finite(values))
     line = Line(label, range(1, len(ranked) + 1), ranked)
-    return [Lines(label, [line.thinned(MOST_POINTS)], "clients in ascending order")]
+    return Lines(label, [line.thinned(MOST_POINTS)], "clients in ascending order")
 
 
-def _classes(table: np.ndarray[Any, Any], names: Sequence[str], run: Run) -> Panel:
+def _classes(table: np.ndarray[Any, Any], classes: Sequence[int], run: Run) -> Panel:
     """Return a panel of the number of samples per class (rows) and client (columns)."""
     width = -(-len(table) // MOST_CELLS[1])
     starts = range(0, len(table), width)
@@ -92,9 +90,16 @@ def _classes(table: np.ndarray[Any, Any], names: Sequence[str], run: Run) -> Pan
     colors = np.empty((*cells.shape, 4))
     colors[..., :3], colors[..., 3] = _rgb(0), np.sqrt(cells / max(1, cells.max()))
     columns = [_client_label(at, width, len(table), run) for at in starts]
-    rows = [f"class {name}" for name in names]
-    layers = {"samples": cells}
-    return Grid("class", "client", colors, rows, columns, layers, widths=(1, width), ticks=names)
+    return Grid(
+        "class",
+        "client",
+        colors,
+        [f"class {label}" for label in classes],
+        columns,
+        {"samples": cells},
+        widths=(1, width),
+        ticks=list(map(str, classes)),
+    )
 
 
 def _client_label(first: int, width: int, count: int, run: Run) -> str:
@@ -108,19 +113,14 @@ def _rgb(color: int) -> list[float]:
 
 def participation(run: Run) -> Section:
     """Show which clients were sampled, and which updates were dropped."""
-    text = [f"{sampled(run)} were sampled per round. {dropped(run)}"]
+    text = f"{sampled(run)} were sampled per round. {dropped(run)}"
     panels: list[Panel] = []
-    by_cause = drops(run)
-    if faults := _faults_by_round(run):
-        panels.append(_bars_by_round("clients with a fault", faults))
-    elif by_cause:
-        panels.append(_bars_by_round("updates dropped", by_cause))
-    if run.faults is None:
-        text.append("To simulate failing clients, add --trainer.callbacks+=ClientFaults.")
-    caption = "Faults or dropped updates per round; number of rounds of each client"
+    if by_cause := drops(run):
+        panels.append(_drops_by_round(by_cause))
+    caption = "Dropped updates per round; number of rounds of each client"
     if run.outcomes is not None:
         times = (run.outcomes.codes > 0).sum(0).tolist()
-        text[0] += f" Rounds per client: {span(times)}{_median(times)}."
+        text += f" Rounds per client: {span(times)}."
         if len(set(times)) > 1 or by_cause:
             panels.append(_rounds_of_clients(run.outcomes, times))
         panels.append(_who_when(run.outcomes, run))
@@ -128,19 +128,44 @@ def participation(run: Run) -> Section:
         if max(_widths(run.outcomes)) > 1:
             caption += " (cells of several clients and rounds; opacity: share of sampled clients)"
     pictures = [Picture("participation", f"{caption}.", panels)] if panels else []
-    return Section("Participation and faults", text, pictures, _causes(run, by_cause))
+    tables = [_causes(by_cause, total(run, "clients"))] if by_cause else []
+    return Section("Participation and faults", [text], pictures, tables)
 
 
-def _bars_by_round(label: str, counts: Mapping[str, Mapping[int, float]]) -> Panel:
-    """Return a panel of bars, in stretches of rounds if there are many rounds."""
-    rounds = [at for by_round in counts.values() for at in by_round]
+def _bars(label: str, xlabel: str, kinds: Mapping[str, Mapping[int, float]], width: int) -> Bars:
+    """Return a panel of bars in the colors of outcomes."""
+    return Bars(label, xlabel, kinds, width, {kind: _color(kind) for kind in kinds})
+
+
+def _stretches(counts: Mapping[int, float], first: int, width: int) -> dict[int, float]:
+    """Return the sums of counts over stretches of positions, by the first position of each."""
+    sums: Counter[int] = Counter()
+    for at, count in counts.items():
+        sums[(at - first) // width * width + first] += int(count)
+    return dict(sums)
+
+
+def _drops_by_round(by_cause: Mapping[str, Mapping[int, float]]) -> Panel:
+    """Return a panel of dropped updates, in stretches of rounds if there are many rounds."""
+    rounds = [at for by_round in by_cause.values() for at in by_round]
     width = -(-(max(rounds) - min(rounds) + 1) // MOST_BARS)
-    sums: dict[str, Counter[int]] = {kind: Counter() for kind in counts}
-    for kind, by_round in counts.items():
-        for at, count in by_round.items():
-            sums[kind][(at - 1) // width * width + 1] += int(count)
+    sums = {cause: _stretches(by_round, 1, width) for cause, by_round in by_cause.items()}
     xlabel = "round" if width == 1 else f"{width} rounds from round"
-    return Bars(label, xlabel, sums, width, [PLACES.get(kind, 5) for kind in sums])
+    return _bars("updates dropped", xlabel, sums, width)
+
+
+def _rounds_of_clients(outcomes: Outcomes, times: Sequence[int]) -> Panel:
+    """Return a panel with one bar per client, or with a histogram if there are many clients."""
+    if len(times) > MOST_CLIENTS:
+        width = -(-(max(times) - min(times) + 1) // MOST_BARS)
+        histogram = _stretches(Counter(sorted(times)), min(times), width)
+        label = "rounds in which a client was sampled"
+        return Bars("clients", label, {"clients": histogram}, width)
+    counts = {
+        name: dict(enumerate((outcomes.codes == code).sum(0).tolist()))
+        for code, name in outcomes.occurring()
+    }
+    return _bars("rounds of the client", "client", counts, 1)
 
 
 def _widths(outcomes: Outcomes) -> tuple[int, int]:
@@ -149,38 +174,29 @@ def _widths(outcomes: Outcomes) -> tuple[int, int]:
     return -(-clients // MOST_CELLS[0]), -(-rounds // MOST_CELLS[1])
 
 
-def _color(outcome: int) -> int:
-    return OUTCOME_COLORS[min(outcome, len(OUTCOME_COLORS) - 1)]
-
-
 def _who_when(outcomes: Outcomes, run: Run) -> Panel:
     """Return a panel of what happened to each client (rows) in each round (columns)."""
-    codes, names = outcomes.codes.T, outcomes.names
-    (clients, rounds), (height, width) = codes.shape, _widths(outcomes)
+    codes, (height, width) = outcomes.codes.T, _widths(outcomes)
+    clients, rounds = codes.shape
     down, across = range(0, clients, height), range(0, rounds, width)
     sizes = np.outer(np.diff([*down, clients]), np.diff([*across, rounds]))
-
-    def share(wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        by_row = np.add.reduceat(wanted, list(down), axis=0, dtype=np.int64)
-        shares: np.ndarray[Any, Any] = np.add.reduceat(by_row, list(across), axis=1) / sizes
-        return shares
-
+    shares = {}
+    for code, name in outcomes.occurring():
+        by_row = np.add.reduceat(codes == code, list(down), axis=0, dtype=np.int64)
+        shares[name] = np.add.reduceat(by_row, list(across), axis=1) / sizes
     # Cells of several clients have the mean color of those that were sampled.
-    sampled = share(codes > 0)
-    kinds = [code for code in range(1, len(names)) if (codes == code).any()]
-    shares = {code: share(codes == code) for code in kinds}
+    sampled = sum(shares.values(), np.zeros(sizes.shape))
     colors = np.zeros((*sampled.shape, 4))
-    for code, part in shares.items():
-        colors[..., :3] += part[..., None] * np.array(_rgb(_color(code)))
+    for name, share in shares.items():
+        colors[..., :3] += share[..., None] * np.array(_rgb(_color(name)))
     colors[..., :3] /= np.maximum(sampled, 1e-12)[..., None]
     colors[..., 3] = sampled / max(1e-12, sampled.max())
-    if (height, width) == (1, 1):
-        layers, words = {"": codes}, {"": names}
-    else:
-        layers = {"% sampled": np.round(100 * sampled, 1)}
-        layers |= {f"% {names[code]}": np.round(100 * shares[code], 1) for code in kinds[:6]}
-        words = {}
+    layers, words = {"": codes}, {"": outcomes.names}
     columns = [f"round {at + 1}" for at in across]
+    if (height, width) != (1, 1):
+        layers = {"% sampled": np.round(100 * sampled, 1)}
+        layers |= {f"% {name}": np.round(100 * s, 1) for name, s in list(shares.items())[:6]}
+        words = {}
     if width > 1:
         columns = [f"rounds {at + 1} to {min(at + width, rounds)}" for at in across]
     return Grid(
@@ -191,76 +207,39 @@ def _who_when(outcomes: Outcomes, run: Run) -> Panel:
         columns,
         layers,
         words,
-        [(names[code], _color(code)) for code in kinds],
+        [(name, _color(name)) for name in shares],
         first=1,
         widths=(height, width),
     )
 
 
-def _faults_by_round(run: Run) -> dict[str, Counter[int]]:
-    """Return the number of clients per fault and round, with faults in order of occurrence."""
-    counts: dict[str, Counter[int]] = {}
-    for at, _, fault in run.faults or ():
-        counts.setdefault(fault, Counter())[at] += 1
-    return counts
-
-
-def _causes(run: Run, by_cause: Mapping[str, Mapping[int, float]]) -> list[Table]:
-    """Return the number of dropped updates by cause, and of updates that a fault has changed."""
-    asked = total(run, "clients")
+def _causes(by_cause: Mapping[str, Mapping[int, float]], asked: float) -> Table:
+    """Return the number of dropped updates by cause."""
     counts = {cause: sum(by_round.values()) for cause, by_round in by_cause.items()}
-    if blown := sum(fault == "blowup" for _, _, fault in run.faults or ()):
-        counts["blowup, not dropped"] = blown
-    rows = [
-        [cause, number(count), f"{100 * count / asked:.1f} %"] for cause, count in counts.items()
-    ]
-    return [Table(["cause", "updates", "of all updates"], rows)] if rows else []
-
-
-def _rounds_of_clients(outcomes: Outcomes, times: Sequence[int]) -> Panel:
-    """Return a panel with one bar per client, or with a histogram if there are many clients."""
-    if len(times) > MOST_CLIENTS:
-        first = min(times)
-        width = -(-(max(times) - first + 1) // MOST_BARS)
-        histogram = Counter((n - first) // width * width + first for n in sorted(times))
-        label = "rounds in which a client was sampled"
-        return Bars("clients", label, {"clients": histogram}, width)
-    counts = {
-        name: dict(enumerate((outcomes.codes == code).sum(0).tolist()))
-        for code, name in enumerate(outcomes.names)
-        if code > 0 and (outcomes.codes == code).any()
-    }
-    return Bars("rounds of the client", "client", counts, 1, [PLACES.get(c, 5) for c in counts])
-
-
-def _median(values: Sequence[float]) -> str:
-    """Return the median in parentheses; empty if all values are equal."""
-    return f" (median {number(median(values))})" if len(set(values)) > 1 else ""
+    rows = [[cause, number(n), f"{100 * n / asked:.1f} %"] for cause, n in counts.items()]
+    return Table(["cause", "updates", "of all updates"], rows)
 
 
 def clients(run: Run) -> Section:
     """Show the accuracy of the last round's models for each client, and what happened to it."""
     samples, scores = client_scores(run)
-    remedy = (
-        "add --trainer.callbacks+=PersonalizedEvaluation and --data.init_args.local_test_size=0.2"
-    )
-    text = []
+    text = ""
     if not scores:
         why = run.environment.get("no train_acc")
-        text.append(
-            f"The accuracy of each client was not measured{f' ({why})' if why else ''}. For local"
-            f" test samples, {remedy}."
-        )
+        text = f"The accuracy of each client was not measured{f' ({why})' if why else ''}."
     elif samples == "own training samples":
-        text.append(
-            f"Accuracy on training samples is optimistic. For local test samples, {remedy}."
+        text = "Accuracy on training samples is optimistic."
+    if text:
+        text += (
+            " For local test samples, add --trainer.callbacks+=PersonalizedEvaluation and"
+            " --data.init_args.local_test_size=0.2."
         )
     columns = _columns(run, scores)
-    ranked = _ranked(columns, next(iter(scores), None))
+    ranked = _ranked(columns, next(iter(scores), ""))
     half = MOST_ROWS // 2
-    shown = ranked if len(ranked) <= MOST_ROWS else ranked[:half] + ranked[-half:]
-    caption = "All clients, worst first."
-    if len(shown) < len(ranked):
+    shown, caption = ranked, "All clients, worst first."
+    if len(ranked) > MOST_ROWS:
+        shown = ranked[:half] + ranked[-half:]
         caption = (
             f"The {half} worst and the {half} best of {number(len(ranked))} clients;"
             " participation.csv and clients.csv have all."
@@ -268,7 +247,7 @@ def clients(run: Run) -> Section:
     table = _table(run, columns, shown, f"{caption} Click on the name of a column to sort by it.")
     pictures = [_spread_picture(samples, scores, run)] if scores else []
     tables = [*([_spread_table(scores)] if scores else []), *([table] if shown else [])]
-    return Section("Clients", text, pictures, tables, (), _history(run, columns, shown))
+    return Section("Clients", [text] if text else [], pictures, tables, (), _history(run, shown))
 
 
 def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]], run: Run) -> Picture:
@@ -311,24 +290,21 @@ def _spread_table(scores: Mapping[str, Sequence[Row]]) -> Table:
 
 def _columns(run: Run, scores: Mapping[str, Sequence[Row]]) -> Columns:
     """Return the columns of the table of clients."""
-    columns: Columns = {"training samples": dict(enumerate(run.partition.get("sizes", ())))}
-    for name in ("train_samples", "rounds", "dropped"):
-        if run.participation and name in run.participation[0]:
-            values = {int(row["client"]): row[name] for row in run.participation}
-            columns[name.replace("train_", "training ")] = values
+    train = {int(row["client"]): row["train_samples"] for row in run.participation}
+    columns: Columns = {"training samples": train or dict(enumerate(run.sizes))}
     if run.outcomes is not None:
-        for code, name in enumerate(run.outcomes.names):
-            counts = (run.outcomes.codes == code).sum(0)
-            if code > 1 and counts.any():
-                columns[name] = dict(enumerate(counts.tolist()))
+        codes = run.outcomes.codes
+        counts = {"rounds": codes > 0, "dropped": codes > 1}
+        counts |= {name: codes == code for code, name in run.outcomes.occurring() if code > 1}
+        columns |= {name: dict(enumerate(c.sum(0).tolist())) for name, c in counts.items()}
     for kind, rows in scores.items():
         columns[kind] = {int(row["client"]): row[kind] for row in rows}
     return {name: values for name, values in columns.items() if values}
 
 
-def _ranked(columns: Columns, kind: str | None) -> list[int]:
+def _ranked(columns: Columns, kind: str) -> list[int]:
     """Return the ids of the clients, from the lowest score and the most drops."""
-    scores, drops = columns.get(kind or "", {}), columns.get("dropped", {})
+    scores, drops = columns.get(kind, {}), columns.get("dropped", {})
     every = {client for values in columns.values() for client in values}
     return sorted(every, key=lambda c: (scores.get(c, math.inf), -drops.get(c, 0), c))
 
@@ -347,34 +323,18 @@ def _table(run: Run, columns: Columns, shown: Sequence[int], caption: str) -> Ta
     return Table(head, rows, caption, sortable=True)
 
 
-def _history(run: Run, columns: Columns, shown: Sequence[int]) -> dict[str, Any] | None:
+def _history(run: Run, shown: Sequence[int]) -> dict[str, Any] | None:
     """Return the outcomes of clients by round, of as many clients as fit into a page."""
     if run.outcomes is None:
         return None
     names, codes = run.outcomes.names, run.outcomes.codes
-    metric = client_metric(run)
-    clients: dict[str, str] = {}
-    facts: dict[str, dict[str, str]] = {}
-    room = MOST_HISTORY
-    for client in shown:
-        text = _run_lengths(codes[:, client])
-        if (room := room - len(text)) < 0:
-            break
-        words = [counted(columns["training samples"][client], "training sample")]
-        words += [
-            f"{kind} {metric} {number(columns[kind][client])}"
-            for kind in KINDS
-            if client in columns.get(kind, {})
-        ]
-        clients[str(client)] = text
-        facts[str(client)] = {"name": client_label(client, run), "text": f"{', '.join(words)}."}
-    every = codes.shape[1]
+    rounds, every = codes.shape
+    some = shown[: max(1, MOST_OUTCOMES // rounds)]
     return {
         "outcomes": names,
-        "colors": [_color(code) for code in range(len(names))],
-        "clients": clients,
-        "facts": facts,
-        "note": f"{len(clients)} of {number(every)} clients" if len(clients) < every else "",
+        "colors": list(map(_color, names)),
+        "clients": {client_label(client, run): _run_lengths(codes[:, client]) for client in some},
+        "note": f"{len(some)} of {number(every)} clients" if len(some) < every else "",
     }
 
 

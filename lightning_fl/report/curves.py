@@ -9,13 +9,13 @@ from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, MOST_POINTS, Line, Lines
 from lightning_fl.report.groups import Group, common_time
 from lightning_fl.report.page import Picture, Section
-from lightning_fl.report.scores import STEPS, TOTAL, UP
-from lightning_fl.report.words import number
+from lightning_fl.report.scores import STEPS, TIME, TOTAL, UP
+from lightning_fl.report.words import listed, number
 
 #: Columns of the table of rounds that other sections of the page show.
 KNOWN = {"round", "clients", "dropped", "num_samples", "num_steps", "bytes_up", "bytes_down"}
-KNOWN |= {"virtual_time", UP, TOTAL, *CAUSES}
-SENT, TIME = "MB so far", "virtual time (s)"
+KNOWN |= {"virtual_time", UP, TOTAL, TIME, *CAUSES}
+SENT = "MB so far"
 #: Texts of captions on bands and on points that are left out.
 BANDS = (
     " Lines: means over the seeds of a group, in rounds that all its runs have."
@@ -59,23 +59,19 @@ def picture(
         caption: Text below the picture.
         panels: Lines by label of the vertical axis.
         groups: Groups of runs, which have the same colors in all panels.
-        across: Label of the horizontal axis of each panel; None means rounds.
+        across: Label of the horizontal axis of panels that are not over rounds.
     """
     order = [group.name for group in groups] if len(groups) > 1 else ()
-    count = sum(len(each[:MOST_LINES]) for each in panels.values())
-    most = min(600, max(20, MOST_POINTS // count))
+    every = [line for lines in panels.values() for line in lines[:MOST_LINES]]
+    most = min(600, max(20, MOST_POINTS // len(every)))
+    across = across or {}
     drawn = [
-        Lines(
-            ylabel,
-            [line.thinned(most) for line in each],
-            across[ylabel] if across else "round",
-            order,
-        )
-        for ylabel, each in panels.items()
+        Lines(ylabel, [line.thinned(most) for line in lines], across.get(ylabel, "round"), order)
+        for ylabel, lines in panels.items()
     ]
     if any(len(group.runs) > 1 for group in groups):
         caption += BANDS
-    if any(len(line.x) > most for each in panels.values() for line in each):
+    if any(len(line.x) > most for line in every):
         caption += THINNED
     return Picture(name, caption, drawn)
 
@@ -86,9 +82,8 @@ def progress(groups: Sequence[Group]) -> Section:
     names, metric = _columns(groups), groups[0].runs[0].metric
     accuracies = [name for name in names if "acc" in name]
     losses = [name for name in names if "loss" in name and "acc" not in name]
-    panels: dict[str, list[Line]] = {}
-    if metric and metric not in (*accuracies, *losses):
-        panels = _panels(groups, [metric], metric)
+    others = [metric] if metric and metric not in (*accuracies, *losses) else []
+    panels = _panels(groups, others, metric or "")
     panels |= _panels(groups, accuracies[:6], "accuracy") | _panels(groups, losses[:6], "loss")
     if not panels:
         return Section(title, ["The module logged neither accuracy nor loss."])
@@ -100,33 +95,28 @@ def progress(groups: Sequence[Group]) -> Section:
 
 def cost(groups: Sequence[Group]) -> Section | None:
     """Draw traffic and virtual time, and the metric over both; None without either."""
-    alone, metric = len(groups) == 1, groups[0].runs[0].metric
+    alone, metric = len(groups) == 1, groups[0].runs[0].metric or ""
     panels = _panels(groups, [UP, TOTAL] if alone else [TOTAL], SENT)
-    times = _panels(groups, ["virtual_time"], TIME)
-    for timed in times.values():
-        panels[TIME] = timed
-    across = dict.fromkeys(panels, "round")
-    pairs = [(TOTAL, TOTAL, "traffic")]
-    is_timed = common_time([run for group in groups for run in group.runs]) is not None
-    if is_timed:
-        pairs.append(("virtual_time", TIME, "virtual time"))
-    for against, axis, word in pairs:
-        panel = f"{metric}, by {word}"
-        for group in groups:
-            if metric and (line := _line(group, metric, panel if alone else group.name, against)):
-                panels.setdefault(panel, []).append(line)
-                across[panel] = axis
+    panels |= (times := _panels(groups, [TIME], TIME))
     if not panels:
         return None
+    is_timed = common_time([run for group in groups for run in group.runs]) is not None
+    across = {}
+    for column, words in ((TOTAL, "traffic"), (TIME, "virtual time"))[: 1 + is_timed]:
+        panel = f"{metric}, by {words}"
+        lines = [_line(g, metric, panel if alone else g.name, column) for g in groups]
+        if drawn := [line for line in lines if line]:
+            panels[panel], across[panel] = drawn, column
     caption = "Traffic between server and clients so far, and the metric of the model over it."
-    text = []
-    if not times:
-        text.append("To simulate virtual time, add --trainer.callbacks+=ClientFaults.")
-    elif not is_timed:
-        text.append("Some runs have no virtual time, so the metric is not drawn over it.")
     if times:
         caption += " Virtual time is the simulated duration of the rounds."
-    return Section("Traffic and time", text, [picture("cost", caption, panels, groups, across)])
+    text = ["Some runs have no virtual time, so the metric is not drawn over it."]
+    has_both = not times or is_timed
+    return Section(
+        "Traffic and time",
+        () if has_both else text,
+        [picture("cost", caption, panels, groups, across)],
+    )
 
 
 def hyper_parameters(groups: Sequence[Group]) -> Section | None:
@@ -144,16 +134,14 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
         if not any(len(line.x) > 1 for line in found):
             continue
         if len(values) == 1:
-            some = [each.name for each in groups if any(run.column(name) for run in each.runs)]
-            where = f" ({', '.join(some)})" if len(some) < len(groups) else ""
-            constant.append(f"{name} {number(values.pop())}{where}")
+            constant.append(f"{name} {number(values.pop())}")
         else:
             together = re.fullmatch(r"(.+)_\d+", name) if len(groups) == 1 else None
             panels.setdefault(together[1] if together else name, []).extend(found)
     text = [f"Constant in all rounds: {', '.join(constant)}."] if constant else []
     if len(panels) > MOST_PANELS:
         left_out = list(panels)[MOST_PANELS:]
-        text.append(f"Not drawn: {', '.join(left_out[:20])}{', ...' * (len(left_out) > 20)}.")
+        text.append(f"Not drawn: {listed(left_out, 20)}.")
         panels = dict(list(panels.items())[:MOST_PANELS])
     if not text and not panels:
         return None

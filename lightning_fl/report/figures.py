@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
-from xml.etree import ElementTree
 
 import matplotlib as mpl
 import numpy as np
+from markupsafe import escape
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -56,6 +56,7 @@ PANEL = (4.4, 3.2)
 #: Names of the colors in the style sheet of the page.
 VARIABLES = {color: f"var(--c{at})" for at, color in enumerate(COLORS)}
 VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--grid)"}
+_NUMBER = re.compile(r"-?\d+\.\d+")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class Line:
     y: Sequence[float]
     band: Sequence[float] = ()
     names: Sequence[str] = ()
+
+    @property
+    def has_band(self) -> bool:
+        """Whether a band has a height at some position."""
+        return any(half > 0 for half in self.band)
 
     def thinned(self, most: int) -> Line:
         """Return the line with fewer points.
@@ -106,6 +112,11 @@ class Panel(ABC):
     ylabel: str
     #: Labels with fixed colors in all panels; with them, a figure has one legend.
     order: Sequence[str] = ()
+
+    def draw_on(self, axes: Axes) -> None:
+        """Draw the values and the labels of the axes."""
+        self.draw(axes)
+        axes.set(xlabel=plain(self.xlabel), ylabel=plain(self.ylabel))
 
     @abstractmethod
     def draw(self, axes: Axes) -> None:
@@ -162,7 +173,7 @@ class Lines(Panel):
         is_spiked = drawn and min(drawn) > 0 and max(drawn) > 50 * median(drawn)
         if is_spiked:
             axes.set_yscale("log")  # otherwise a spike would hide all other values
-        banded = [(at, line) for at, line in self._drawn() if any(b > 0 for b in line.band)]
+        banded = [(at, line) for at, line in self._drawn() if line.has_band]
         if banded:
             low, high = axes.get_ylim()
             room = 0 if is_spiked else 0.25 * (high - low)
@@ -185,13 +196,10 @@ class Lines(Panel):
         """Return label, color, positions, values and bands of the lines."""
         lines = [
             {"n": line.label, "c": at % len(COLORS), "x": _json(line.x), "y": _json(line.y)}
-            | ({"b": _json(line.band)} if any(b > 0 for b in line.band) else {})
+            | ({"b": _json(line.band)} if line.has_band else {})
             | ({"names": list(line.names)} if line.names else {})
             for at, line in self._drawn()
         ]
-        xs = [line["x"] for line in lines]
-        if all(x == xs[0] for x in xs):  # most panels: written once
-            return {"x": xs[0], "lines": [{k: v for k, v in c.items() if k != "x"} for c in lines]}
         return {"lines": lines}
 
     def legend(self) -> list[tuple[str, int]]:
@@ -209,29 +217,27 @@ class Bars(Panel):
         xlabel: Label of the horizontal axis.
         kinds: Counts by kind and position, from the bottom to the top.
         width: Number of positions that a bar covers, to the right of its position.
-        places: Place of the color of each kind; empty takes the colors in order.
+        places: Places of the colors of kinds; that of others is 0.
     """
 
     ylabel: str
     xlabel: str
     kinds: Mapping[str, Mapping[int, float]]
     width: int = 1
-    places: Sequence[int] = ()
+    places: Mapping[str, int] = field(default_factory=dict)
 
     def _colored(self) -> list[tuple[int, str, Mapping[int, float]]]:
         """Return kinds and their counts with the places of their colors."""
-        places = self.places or range(len(self.kinds))
-        return [(at, *kind) for at, kind in zip(places, self.kinds.items(), strict=False)]
+        return [(self.places.get(kind, 0), kind, counts) for kind, counts in self.kinds.items()]
 
     def draw(self, axes: Axes) -> None:
         """Draw the bars."""
         below: dict[int, float] = {}
         for at, kind, counts in self._colored():
             bottom = [below.get(x, 0) for x in counts]
-            color, label = COLORS[at % len(COLORS)], plain(kind)
-            x_places = [x + (self.width - 1) / 2 for x in counts]
-            width = 0.9 * self.width
-            axes.bar(x_places, list(counts.values()), width, bottom, color=color, label=label)
+            middles = [x + (self.width - 1) / 2 for x in counts]
+            heights, width = list(counts.values()), 0.9 * self.width
+            axes.bar(middles, heights, width, bottom, color=COLORS[at], label=plain(kind))
             below |= {x: below.get(x, 0) + n for x, n in counts.items()}
         axes.grid(axis="x", visible=False)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -242,10 +248,10 @@ class Bars(Panel):
         """Return the counts of all kinds at the positions that have one."""
         x = sorted({x for counts in self.kinds.values() for x in counts})
         lines = [
-            {"n": kind, "c": at % len(COLORS), "y": _json([counts.get(i, 0) for i in x])}
+            {"n": kind, "c": at, "x": x, "y": _json([counts.get(i, 0) for i in x])}
             for at, kind, counts in self._colored()
         ]
-        return {"x": x, "lines": lines, "bars": self.width}
+        return {"lines": lines, "bars": self.width}
 
     def legend(self) -> list[tuple[str, int]]:
         """Return the kinds, if there are several or the axis does not name them."""
@@ -356,7 +362,7 @@ def png(panels: Sequence[Panel]) -> bytes:
             unused.remove()
         common: dict[str, Artist] = {}
         for axes, panel in zip(every, panels, strict=False):
-            _draw(panel, axes)
+            panel.draw_on(axes)
             handles = axes.get_legend_handles_labels()[0] or [
                 Patch(color=COLORS[at % len(COLORS)], label=plain(label))
                 for label, at in panel.legend()
@@ -373,11 +379,6 @@ def png(panels: Sequence[Panel]) -> bytes:
             figure.legend(handles=handles, loc="outside upper left", ncols=columns)
         figure.savefig(file, dpi=110, metadata={"Software": None})
     return file.getvalue()
-
-
-def _draw(panel: Panel, axes: Axes) -> None:
-    panel.draw(axes)
-    axes.set(xlabel=plain(panel.xlabel), ylabel=plain(panel.ylabel))
 
 
 def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:
@@ -398,7 +399,7 @@ def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:
     with _style(f"panel {name}"):
         figure = Figure(figsize=PANEL)
         axes = figure.subplots()
-        _draw(panel, axes)
+        panel.draw_on(axes)
         figure.draw_without_rendering()  # places the axes
         figure.set_layout_engine("none")
         left, bottom, right, top = map(float, axes.get_position().extents)
@@ -410,38 +411,25 @@ def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:
         "log": axes.get_yscale() == "log",
         "xlabel": panel.xlabel,
     }
-    return _inline(file.getvalue(), f"{panel.ylabel} by {panel.xlabel}"), chart | panel.values()
+    element = _inline(file.getvalue().decode(), f"{panel.ylabel} by {panel.xlabel}")
+    return element, chart | panel.values()
 
 
-#: Elements and attributes that matplotlib's figures need.
-_TAGS = {"svg", "g", "defs", "clipPath", "rect", "path", "use", "text", "tspan", "image"}
-_NUMBER = re.compile(r"-?\d+\.\d+")
-
-
-def _inline(content: bytes, label: str) -> str:
+def _inline(content: str, label: str) -> str:
     """Return an SVG file of matplotlib as an element of an HTML page."""
-    root = ElementTree.fromstring(content)
-    used = set(re.findall(rb"#([\w-]+)", content))
-    for element in root.iter():
-        for child in [c for c in element if c.tag.rpartition("}")[2] not in _TAGS]:
-            # Metadata has the date; a style sheet would hold for the whole page.
-            element.remove(child)
-        element.tag = element.tag.rpartition("}")[2]
-        for name in list(element.attrib):
-            value, short = element.attrib.pop(name), name.rpartition("}")[2]
-            if short == "id" and value.encode() not in used:
-                continue
-            if short in ("d", "x", "y", "points"):  # a tenth of a point is invisible
-                value = _NUMBER.sub(
-                    lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), value
-                )
-            if short in ("style", "fill", "stroke"):
-                value = re.sub(r"font: ([\d.]+px)[^;]*", r"font-size: \1", value)
-                for color, variable in VARIABLES.items():
-                    value = value.replace(color, variable)
-            element.set(short, value)
-    for name in ("width", "height", "version"):
-        root.attrib.pop(name, None)
-    root.set("role", "img")
-    root.set("aria-label", label)
-    return ElementTree.tostring(root, encoding="unicode")
+    # Metadata has the date, and a style sheet would hold for the whole page.
+    content = re.sub(r"<(metadata|style)\b.*?</\1>", "", content, flags=re.DOTALL)
+    used = set(re.findall(r"#([\w-]+)", content))
+    content = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", content)
+    content = re.sub(r' (d|x|y)="[^"]*"', lambda m: _NUMBER.sub(_tenths, m[0]), content)
+    content = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", content)
+    for old, new in {**VARIABLES, "xlink:href": "href"}.items():
+        content = content.replace(old, new)
+    width, height = (f"{72 * inches:g}" for inches in PANEL)
+    body = content.partition("<svg")[2].partition(">")[2]
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">{body}'
+
+
+def _tenths(match: re.Match[str]) -> str:
+    """Return a coordinate in tenths of a point; smaller differences are invisible."""
+    return f"{float(match[0]):.1f}".removesuffix(".0")

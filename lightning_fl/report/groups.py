@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 from lightning_fl.functional.intervals import t_interval
 from lightning_fl.report.run import PLACES, Run
+from lightning_fl.report.words import listed
 
 #: Options that may differ within a group: seeds, paths and display options.
 SEEDS_AND_PLACES = {"seed_everything", "federation.seed", "data.seed"} | PLACES
-#: Entries of ``environment.json`` that may differ within a group of runs without a config.
+#: Entries of ``environment.json`` that may differ within a group.
 NOT_COMPARED = {"seed", "state", "no train_acc", "machine", "versions"}
 #: What options stand for that are null in a config.
 DEFAULTS = {
@@ -32,12 +33,10 @@ class Group:
     Args:
         name: Name of the group, made of its differences from the other groups.
         runs: One or more runs.
-        is_named: Whether the user has named the group.
     """
 
     name: str
     runs: list[Run]
-    is_named: bool = False
 
     def band(self, name: str) -> list[tuple[float, float, float]]:
         """Return round, mean and half its 95 % interval of a column, for rounds of all runs."""
@@ -98,22 +97,25 @@ def at_time(run: Run, name: str, time: float) -> float:
 def group(runs: Sequence[Run]) -> list[Group]:
     """Group runs that differ only in the seed, and name groups by their differences.
 
-    Runs without a config were made in Python. Those of one folder with the same environment are a
-    group, named after the folder. If two of them have the same seed, they differ in something that
-    is not recorded, and each is a group of its own.
+    Runs without a config, of a script, are named after their folder. If two of a group have the
+    same seed, they differ in something that is not recorded, and each is a group of its own.
     """
     groups: list[list[Run]] = []
-    for each in _split(runs, lambda run: (_settings(run), "" if run.config else _parent(run))):
-        seeds = {run.seed for run in each}
-        is_one = each[0].config or (len(seeds) == len(each) and None not in seeds)
+    for each in alike(runs):
+        seeds = {run.seed for run in each} - {None}
+        is_one = each[0].config or len(seeds) == len(each)
         groups += [each] if is_one else [[run] for run in each]
     if len(groups) == 1:
         return [Group(_parent(groups[0][0]), groups[0])]
-    names = _names([identity(runs[0]) for runs in groups])
-    return _distinct(
-        Group(name if runs[0].config else _parent(runs[0]) if len(runs) > 1 else "", runs)
+    names = [
+        name if runs[0].config else _parent(runs[0])
+        for name, runs in zip(_names([identity(g[0]) for g in groups]), groups, strict=True)
+    ]
+    # Groups without a name, or with that of another group, are named after their folders.
+    return [
+        Group(name if name and names.count(name) == 1 else _folders(runs), runs)
         for name, runs in zip(names, groups, strict=True)
-    )
+    ]
 
 
 def with_names(named: Mapping[str, Sequence[Run]]) -> list[Group]:
@@ -125,42 +127,16 @@ def with_names(named: Mapping[str, Sequence[Run]]) -> list[Group]:
     """
     groups: list[Group] = []
     for name, runs in named.items():
-        groups += [Group(name, list(runs), is_named=True)] if name else group(runs)
-    return _distinct(groups)
-
-
-def _distinct(groups: Iterable[Group]) -> list[Group]:
-    """Name groups by their folders if they have no name, or that of another group."""
-    groups = list(groups)
-    counts = Counter(each.name for each in groups)
-    return [
-        each
-        if each.is_named or (each.name and counts[each.name] == 1)
-        else replace(each, name=_folders(each.runs))
-        for each in groups
-    ]
+        groups += [Group(name, list(runs))] if name else group(runs)
+    return groups
 
 
 def alike(runs: Sequence[Run]) -> list[list[Run]]:
-    """Split the runs of a group into those that differ only in the seed."""
-    return _split(runs, _settings)
-
-
-def _split(runs: Sequence[Run], key: Callable[[Run], Hashable]) -> list[list[Run]]:
-    """Split runs into those with the same key, in the order of their first runs."""
-    by_key: dict[Hashable, list[Run]] = {}
+    """Split runs into those that differ only in the seed, in the order of their first runs."""
+    by_options: dict[str, list[Run]] = {}
     for run in runs:
-        by_key.setdefault(key(run), []).append(run)
-    return list(by_key.values())
-
-
-def _settings(run: Run) -> str:
-    """Return what runs have in common if they differ only in the seed.
-
-    Without a config, this is what the environment says of the federation.
-    """
-    environment = {n: value for n, value in run.environment.items() if n not in NOT_COMPARED}
-    return repr(sorted((identity(run) if run.config else environment).items()))
+        by_options.setdefault(repr(sorted(identity(run).items())), []).append(run)
+    return list(by_options.values())
 
 
 def _parent(run: Run) -> str:
@@ -168,11 +144,17 @@ def _parent(run: Run) -> str:
 
 
 def _folders(runs: Sequence[Run]) -> str:
-    return runs[0].name + (f" and {len(runs) - 1} more" if len(runs) > 1 else "")
+    return listed([run.name for run in runs], 1)
 
 
 def identity(run: Run) -> dict[str, Any]:
-    """Return the options that are set in the config of a run, without seeds and paths."""
+    """Return the options that are set in a run, without seeds and paths.
+
+    Without a config, they are what the environment says of the federation, and the folder.
+    """
+    if not run.config:
+        known = {n: value for n, value in run.environment.items() if n not in NOT_COMPARED}
+        return {"folder": _parent(run)} | known
     is_set = {name: value for name, value in run.config.items() if value not in (None, [], {})}
     return {n: value for n, value in (DEFAULTS | is_set).items() if n not in SEEDS_AND_PLACES}
 
@@ -206,7 +188,6 @@ def _names(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     The name is empty if it would be too long.
     """
     differing = differences(configs)
-    labels: list[str] = []
     for options in (top_level(differing), list(differing)):
         some = {option: differing[option] for option in options}
         labels = [_name(some, at) for at in range(len(configs))]

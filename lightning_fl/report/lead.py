@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from lightning_fl import callbacks as known_callbacks
-from lightning_fl.report.groups import identity
+from lightning_fl.partition import Manifest
 from lightning_fl.report.run import Run
 from lightning_fl.report.scores import (
     STEPS,
@@ -21,19 +23,36 @@ from lightning_fl.report.scores import (
 )
 from lightning_fl.report.words import counted, listed, number, seconds, size, span
 
+#: Share of its rounds in which a client may be dropped without an alarm.
+MOST_LOST = 0.1
 #: Remedy for a test that does not fit its run.
 AGAIN = "To test it as it is now, run lightning-fl test with --config config.yaml of the run."
 
 
+def alarms(run: Run) -> Iterator[str]:
+    """Yield why the results of a run are doubtful: its rounds kept the model or lost a client."""
+    if kept := [number(at) for at, _ in run.column("kept")]:
+        rounds = f"{counted(len(kept), 'round')}: {listed(kept, 10)}"
+        yield f"{run.name} kept the global model in {rounds}."
+    if run.outcomes is not None:
+        sampled, lost = ((run.outcomes.codes > code).sum(0) for code in (0, 1))
+        often = [
+            f"{client_label(client, run)} in {lost[client]} of {sampled[client]}"
+            for client in np.flatnonzero(lost > MOST_LOST * sampled).tolist()
+        ]
+        if often:
+            yield f"{run.name} dropped clients in more than {MOST_LOST:.0%} of their rounds: " + (
+                listed(often, 10) + "."
+            )
+
+
 def warnings(run: Run) -> Iterator[str]:
-    """Yield warnings: an unfinished or resumed run, another test, unreadable files."""
+    """Yield warnings: an unfinished or resumed run, a test of other options or another round."""
     if not run.is_finished:
-        state = run.environment.get("state", "started")
-        why = "interrupted or still running" if state == "started" else f"ended with {state}"
         of = f" of {run.planned}" if run.planned else ""
         yield (
-            f"{run.name} is unfinished, {why}: {run.rounds}{of} rounds are done. To resume it, run"
-            " fit with --ckpt_path=last."
+            f"{run.name} is unfinished ({run.environment['state']}): {run.rounds}{of} rounds are"
+            " done. To resume it, run fit with --ckpt_path=last."
         )
     if differing := run.test.get("differing options"):
         changes = [f"{name} is {now}, was {was}" for name, (was, now) in differing.items()]
@@ -42,29 +61,27 @@ def warnings(run: Run) -> Iterator[str]:
     if at not in (None, run.rounds) and run.test["checkpoint"] == last:
         yield f"{run.name} was tested after round {at} of {run.rounds}. {AGAIN}"
     yield from (f"{run.name} was {resumed}." for resumed in run.resumed)
-    yield from (f"{run.name}: {note}" for note in run.notes)
 
 
 def setting(run: Run) -> Iterator[str]:
     """Yield phrases on the setting of a run that has the columns of ``with_derived``."""
     environment, config = run.environment, run.config
-    if sizes := run.partition.get("sizes"):
+    if run.partition is not None:
         yield (
-            f"{counted(len(sizes), 'client')}, {counted(sum(sizes), 'sample')},"
-            f" split by {split_rule(run)}"
+            f"{counted(len(run.sizes), 'client')}, {counted(sum(run.sizes), 'sample')},"
+            f" split by {split_rule(run.partition)}"
         )
     if held := config.get("data.local_test_size"):
         yield f"{held:.0%} of each client's samples for its own test"
     yield f"{sampled(run)} per round"
     if len(steps := {value for _, value in run.column(STEPS)}) == 1:
         yield counted(steps.pop(), "local step")
-    if batch := environment.get("batch_size", config.get("data.batch_size")):
+    if batch := environment.get("batch_size"):
         yield f"batches of {batch}"
-    if network := environment.get("network") or config.get("model.net"):
-        parameters = environment.get("parameters")
-        yield network + (f" with {counted(parameters, 'parameter')}" if parameters else "")
+    if network := environment.get("network"):
+        yield f"{network} with {counted(environment['parameters'], 'parameter')}"
     for part in ("aggregator", "policy"):
-        if rule := environment.get(part) or identity(run).get(f"federation.{part}"):
+        if rule := environment.get(part):
             yield rule.partition("(")[0]
     yield from _callbacks(config)
 
@@ -72,36 +89,27 @@ def setting(run: Run) -> Iterator[str]:
 def sampled(run: Run) -> str:
     """Return the number of clients sampled per round, and of all clients."""
     counts = finite(value for _, value in run.column("clients"))
-    clients = len(run.partition.get("sizes", ()))
-    return f"{span(counts or [0])} of {number(clients) if clients else 'the'} clients"
+    return f"{span(counts or [0])} of {number(len(run.sizes)) if run.sizes else 'the'} clients"
 
 
 def _callbacks(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the callbacks of a config with their non-default options."""
-    for key, name in config.items():
-        if not re.fullmatch(r"trainer\.callbacks\.\d+", key):
-            continue
-        known = getattr(known_callbacks, name, None)
+    for key in (key for key in config if re.fullmatch(r"trainer\.callbacks\.\d+", key)):
+        known = getattr(known_callbacks, config[key], None)
         defaults = inspect.signature(known).parameters if known else {}
-        options = {k.removeprefix(f"{key}."): v for k, v in config.items() if f"{key}." in k}
         changed = [
             f"{option}={value}"
-            for option, value in options.items()
-            if value is not None and (option not in defaults or defaults[option].default != value)
+            for name, value in config.items()
+            if (option := name.removeprefix(f"{key}.")) != name
+            and value != (defaults[option].default if option in defaults else None)
         ]
-        yield f"{name}({', '.join(changed)})" if changed else name
+        yield config[key] + (f"({', '.join(changed)})" if changed else "")
 
 
 def dropped(run: Run) -> str:
-    """Return sentences on the dropped updates: how many, and clients that were never used."""
-    text = f"{number(total(run, 'dropped'))} of {counted(total(run, 'clients'), 'client update')}"
-    never = [
-        f"{client_label(int(row['client']), run)} in {number(row['rounds'])} rounds"
-        for row in run.participation
-        if row.get("rounds", 0) > 1 and row["dropped"] == row["rounds"]
-    ]
-    always = f" Each time dropped: {listed(never, 10)}." if never else ""
-    return f"{text} were dropped.{always}"
+    """Return a sentence on the number of dropped updates."""
+    asked = counted(total(run, "clients"), "client update")
+    return f"{number(total(run, 'dropped'))} of {asked} were dropped."
 
 
 def client_label(client: int, run: Run) -> str:
@@ -110,10 +118,10 @@ def client_label(client: int, run: Run) -> str:
     return f"client {client}" + (f" ({name[:40]})" if name else "")
 
 
-def split_rule(run: Run) -> str:
-    """Return the partition rule with its parameters."""
-    inside = ", ".join(f"{name}={value}" for name, value in run.partition["parameters"].items())
-    return f"{run.partition['rule']}({inside})"
+def split_rule(partition: Manifest) -> str:
+    """Return the rule of a partition with its parameters."""
+    inside = ", ".join(f"{name}={value}" for name, value in partition.parameters.items())
+    return f"{partition.rule}({inside})"
 
 
 def key_figures(run: Run) -> Iterator[tuple[str, str]]:
@@ -124,6 +132,8 @@ def key_figures(run: Run) -> Iterator[tuple[str, str]]:
         where = "" if at == run.rounds else f" (round {at})"
         yield f"final {run.metric}{where}", number(judged[0])
         yield f"best {run.metric} (round {judged[2]})", number(judged[1])
+    for name, value in run.test.get("metrics", {}).items():
+        yield f"{name} of {run.test['checkpoint']}", number(value)
     samples, scores = client_scores(run)
     if "server" in scores:
         yield f"worst tenth of clients, {samples}", number(worst_decile(run))
@@ -135,9 +145,8 @@ def key_figures(run: Run) -> Iterator[tuple[str, str]]:
     if times := run.column("virtual_time"):
         yield "virtual time", seconds(times[-1][1])
     if epsilon := run.column("epsilon"):
-        delta = "".join(f" with delta {number(value)}" for _, value in run.column("delta")[-1:])
-        spent = epsilon[-1][1]
-        none = "no noise, no privacy"
-        yield f"client-level epsilon{delta}", number(spent) if math.isfinite(spent) else none
+        spent, delta = epsilon[-1][1], number(run.column("delta")[-1][1])
+        text = number(spent) if math.isfinite(spent) else "no noise, no privacy"
+        yield f"client-level epsilon with delta {delta}", text
     if hits := run.column("backdoor_acc"):
         yield "success of the backdoor", f"{number(100 * hits[-1][1])} %"

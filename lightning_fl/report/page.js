@@ -32,7 +32,7 @@ const pointAt = (chart, x, y) => {
   const [left, right] = chart.xlim, [bottom, top] = chart.ylim;
   let best = null;
   for (const line of chart.lines) {
-    (line.x || chart.x).forEach((px, i) => {
+    line.x.forEach((px, i) => {
       const at = (px - left) / (right - left);
       const distance = Math.hypot(at - x, 1 - (line.y[i] - bottom) / (top - bottom) - y);
       if (!best || distance < best.distance) best = { distance, at, line, i, px };
@@ -56,7 +56,7 @@ const rowsAt = (chart, x, y) => {
   const [low, high] = chart.xlim;
   if (chart.lines.some((line) => line.names)) return pointAt(chart, x, y);
   const wanted = low + x * (high - low) - (chart.bars ? (chart.bars - 1) / 2 : 0);
-  const xs = chart.lines.map((line) => line.x || chart.x);
+  const xs = chart.lines.map((line) => line.x);
   const places = xs.map((each) => nearest(each, wanted));
   const distance = (i) => Math.abs(xs[i][places[i]] - wanted);
   const first = chart.lines.reduce((best, _, i) => (distance(i) < distance(best) ? i : best), 0);
@@ -154,9 +154,9 @@ const sortable = (table) => {
 const runsOf = (text) => [...text.matchAll(/(\d*)(\D)/g)].map((m) => [Number(m[1] || 1), m[2].charCodeAt(0) - 97]);
 
 const history = (box) => {
-  const { outcomes, colors, clients, facts, note } = JSON.parse(box.dataset.history);
+  const { outcomes, colors, clients, note } = JSON.parse(box.dataset.history);
   const select = box.querySelector("select"), strip = box.querySelector(".strip"), text = box.querySelector("p");
-  for (const client of Object.keys(clients)) select.append(new Option(facts[client].name, client));
+  for (const client of Object.keys(clients)) select.append(new Option(client));
   const show = () => {
     const runs = runsOf(clients[select.value]);
     const count = runs.reduce((sum, [length]) => sum + length, 0);
@@ -174,7 +174,7 @@ const history = (box) => {
       round += length;
     }
     const more = dropped.length > 60 ? `, and ${dropped.length - 60} more` : "";
-    text.textContent = `${facts[select.value].text} Sampled in ${sampled} of ${count} rounds. ` +
+    text.textContent = `Sampled in ${sampled} of ${count} rounds. ` +
       (dropped.length ? `Dropped in ${dropped.length}: round ${dropped.slice(0, 60).join(", ")}${more}.` : "No update was dropped.");
   };
   box.querySelector("small").textContent = note;

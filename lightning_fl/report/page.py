@@ -103,7 +103,8 @@ class Report:
         lead: Paragraphs at the top.
         figures: Names and values of the key figures.
         sections: Sections from top to bottom.
-        warnings: Warnings, such as unfinished runs or unreadable files.
+        warnings: Warnings, such as unfinished runs.
+        alarms: Why results are doubtful.
     """
 
     title: str
@@ -111,3 +112,4 @@ class Report:
     figures: Sequence[tuple[str, str]]
     sections: Sequence[Section]
     warnings: Sequence[str] = ()
+    alarms: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""Tables to copy into a paper: LaTeX, Markdown and CSV."""
+"""Tables in LaTeX, to copy into a paper."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ LATEX = {
     "…": r"\ldots{}",
     NBSP: "~",
 }
-#: Characters with a meaning in Markdown, which a backslash takes away.
-MARKDOWN = r"\`*_{}[]<>#|~$"
 
 
 def latex(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
@@ -40,44 +38,16 @@ def latex(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> s
         \hline
         \end{tabular}
     """
-
-    def line(cells: Sequence[str]) -> str:
-        return " & ".join(map(_latex, cells)) + r" \\"
-
-    return "\n".join(
-        [
-            f"% {_latex(caption)}",
-            f"\\begin{{tabular}}{{{'l' * len(head)}}}",
-            *("\\hline", line(head), "\\hline", *map(line, rows), "\\hline"),
-            "\\end{tabular}",
-        ]
-    )
+    first, *others = [" & ".join(map(_latex, row)) for row in [head, *rows]]
+    lines = [
+        f"% {_latex(caption)}",
+        f"\\begin{{tabular}}{{{'l' * len(head)}}}",
+        *("\\hline", rf"{first} \\", "\\hline"),
+        *(rf"{row} \\" for row in others),
+        *("\\hline", "\\end{tabular}"),
+    ]
+    return "\n".join(lines)
 
 
 def _latex(text: str) -> str:
-    return "".join(LATEX.get(character, character) for character in _one_line(text))
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    r"""Return a table in Markdown.
-
-    Example:
-        >>> print(markdown(["rule", "val_acc"], [["A|B", "0.5"]]))
-        | rule | val\_acc |
-        |---|---|
-        | A\|B | 0.5 |
-    """
-
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(map(_markdown, cells))} |"
-
-    return "\n".join([line(head), "|---" * len(head) + "|", *map(line, rows)])
-
-
-def _markdown(text: str) -> str:
-    text = _one_line(text)
-    return "".join(f"\\{character}" if character in MARKDOWN else character for character in text)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.splitlines())
+    return "".join(LATEX.get(character, character) for character in " ".join(text.splitlines()))

@@ -17,15 +17,13 @@ import yaml
 
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.dropped import describe_cause
-from lightning_fl.files import one_line, read_text
-from lightning_fl.report.words import listed
+from lightning_fl.files import error_context, read_text
+from lightning_fl.partition import Manifest
 
 #: File name of the table of rounds, by which a folder is known to be that of a run.
 TABLE = "rounds.csv"
-#: Maximum size of decompressed outcomes in bytes, enough for 100,000 clients and 2,500 rounds.
-MOST_EXPANDED = 2**28
-#: Figures in the folder of a run that a report shows.
-PICTURES = ("aggregator.png", "policy.png")
+#: Figures of rules in the folder of a run, without ".png".
+PICTURES = ("aggregator", "policy")
 #: Columns of tables that are not numbers.
 TEXTS = ("name", "dropped_clients")
 #: Numbers with a larger magnitude are drawn as gaps, like non-finite values.
@@ -60,8 +58,6 @@ IGNORED_BY_TEST = (
     "trainer.strategy",
 )
 IGNORED_BY_RESUME = ("trainer.logger", "trainer.max_epochs")
-#: Maximum number of values of a config.
-MOST_VALUES = 2000
 
 Row = dict[str, float]
 
@@ -79,6 +75,11 @@ class Outcomes:
     names: list[str]
     codes: np.ndarray[Any, np.dtype[np.uint8]]
 
+    def occurring(self) -> list[tuple[int, str]]:
+        """Return places and names of the outcomes of sampled clients that occur."""
+        present = np.unique(self.codes).tolist()
+        return [(code, name) for code, name in enumerate(self.names) if code and code in present]
+
 
 @dataclass(frozen=True)
 class Run:
@@ -90,18 +91,15 @@ class Run:
         config: Values of the config by dotted name.
         config_text: Text of the config file.
         environment: Contents of ``environment.json``.
-        partition: Partition of the data: rule, parameters, seed, sizes, and numbers of samples by
-            class.
-        faults: Round, client and fault of each simulated fault; None without simulation.
+        partition: Partition of the data; None if it is unknown.
         clients: Results of ``PersonalizedEvaluation``, one row per client.
         participation: Participation table, one row per client.
         outcomes: Outcome of every client in every round; None if it is unknown.
         names: Names of the clients, if the data gives them.
         test: Contents of ``test.json``: metrics, checkpoint and its round, and options that differ
-            from those of the fit.
+            from those of the fit; empty without a test.
         resumed: Descriptions of resumed fits with options that differ from those of the first fit.
-        pictures: Contents of the figures in the folder.
-        notes: Warnings about files that could not be read.
+        pictures: Contents of the figures of rules in the folder.
         metric: Column of the main metric; None chooses it.
         mode: Whether ``max`` or ``min`` is the best value of this metric.
     """
@@ -111,8 +109,7 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
-    partition: dict[str, Any] = field(default_factory=dict)
-    faults: list[tuple[int, int, str]] | None = None
+    partition: Manifest | None = None
     clients: list[Row] = field(default_factory=list)
     participation: list[Row] = field(default_factory=list)
     outcomes: Outcomes | None = None
@@ -120,7 +117,6 @@ class Run:
     test: dict[str, Any] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
     pictures: dict[str, bytes] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     metric: str | None = None
     mode: str = "max"
 
@@ -132,20 +128,23 @@ class Run:
     @property
     def planned(self) -> int | None:
         """Maximum number of rounds; None if it is unknown."""
-        rounds: int | None = self.environment.get("rounds", self.config.get("trainer.max_epochs"))
-        return rounds if rounds and rounds > 0 else None
+        return self.environment.get("rounds")
 
     @property
     def is_finished(self) -> bool:
         """Whether the run has finished, after all rounds or by early stopping."""
-        state = self.environment.get("state", "finished" if self.planned is None else None)
-        return state == "finished" or (self.planned is not None and self.rounds >= self.planned)
+        is_over = self.environment.get("state", "finished") == "finished"
+        return is_over or self.rounds == self.planned
 
     @property
     def seed(self) -> int | None:
         """Seed of the run; None if it is unknown."""
-        seed: int | None = self.environment.get("seed", self.config.get("seed_everything"))
-        return seed
+        return self.environment.get("seed")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of samples of each client; empty if it is unknown."""
+        return [] if self.partition is None else list(map(len, self.partition.clients))
 
     def column(self, name: str) -> list[tuple[float, float]]:
         """Return rounds and values of a column, without missing values; NaN is non-finite."""
@@ -169,20 +168,12 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
     found: dict[Path, Path] = {}
     left_out = []
     for path in map(Path, paths):
-        if not path.is_dir():
-            what = "is a file" if path.is_file() else "does not exist"
-            raise FederationError(
-                f"folder {path} {what}: pass the folder of a run, such as"
-                " runs/digits/version_0, or of several runs, such as runs/digits"
-            )
         inside = [path] if (path / TABLE).is_file() else version_folders(path)
         runs = [folder for folder in inside if (folder / TABLE).is_file()]
         if not runs:
-            deeper = sorted({str(each.parents[1]) for each in path.glob(f"*/version_*/{TABLE}")})
-            remedy = f": pass {listed(deeper, 5)}" if deeper else ""
             raise FederationError(
-                f"neither {path} nor a folder version_0, version_1, ... in it has a rounds.csv: it"
-                f" is not the folder of a run, or the first round is not completed{remedy}"
+                f"{path} has no completed round: pass the folder of a run, such as"
+                " runs/digits/version_0, or of several runs, such as runs/digits"
             )
         left_out += [f"{_name(f)}: no round is completed" for f in inside if f not in runs]
         found |= {folder.resolve(): folder for folder in runs}
@@ -200,57 +191,44 @@ def _name(folder: Path) -> str:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read the folder of a run. Files that cannot be read are skipped and listed in the notes.
+    """Read the folder of a run.
 
     Raises:
-        FederationError: If the table of rounds cannot be read, or has no rounds.
+        FederationError: If a file cannot be read, or there are no rounds.
     """
     folder = Path(folder)
-    notes: list[str] = []
-    skipped: set[str] = set()
+    stale: set[str] = set()
 
     def read(name: str, reader: Callable[[Path], Any], default: Any) -> Any:
-        if name in skipped or not (folder / name).is_file():
+        path = folder / name
+        if name in stale or not path.is_file():
             return default
-        try:
-            return reader(folder / name)
-        except Exception as error:  # whatever a damaged file raises
-            skipped.add(name)
-            notes.append(f"{name} is skipped: {one_line(error)}")
-            return default
+        with error_context(f"{path} cannot be read", Exception):
+            return reader(path)
 
     rows = read(TABLE, _table, [])
-    if not rows or "round" not in rows[0]:
-        why = f" ({notes[0]})" if notes else ""
-        raise FederationError(f"{folder / TABLE} has no readable rounds{why}")
-    environment = read("environment.json", _mapping, {})
+    if not rows:
+        raise FederationError(f"{folder / TABLE} has no rounds: wait for the first one")
+    environment = read("environment.json", _json, {})
     # Files that an earlier fit has left in the folder.
-    skipped |= {"faults.csv"} if environment.get("faults") is False else set()
-    skipped |= {"clients.csv"} if environment.get("client_metric", "") is None else set()
+    stale |= {"clients.csv"} if environment.get("client_metric", "") is None else set()
     if environment.get("state") == "started":
-        skipped |= {"participation.csv", "participation_by_round.csv.gz"}
+        stale |= {"participation.csv", "participation_by_round.csv.gz"}
     config = read("config.yaml", config_values, {})
-    later = {
-        path.name: read(path.name, config_values, config)
-        for path in sorted(folder.glob("config_resumed_*.yaml"))
-        if config
-    }
     return Run(
         name=_name(folder),
         rows=rows,
         config=config,
         config_text=read("config.yaml", read_text, ""),
         environment=environment,
-        partition=read("partition.json", _partition, {}),
-        faults=read("faults.csv", _faults, None),
+        partition=read("partition.json", Manifest.read, None),
         clients=read("clients.csv", _table, []),
         participation=read("participation.csv", _table, []),
         outcomes=read("participation_by_round.csv.gz", _outcomes, None),
         names=read("participation.csv", _names, {}),
         test=read("test.json", _test, {}),
-        resumed=list(_resumed(config, later)),
-        pictures={name: content for name in PICTURES if (content := read(name, _picture, b""))},
-        notes=notes,
+        resumed=list(_resumed(config, sorted(folder.glob("config_resumed_*.yaml")))),
+        pictures={n: content for n in PICTURES if (content := read(f"{n}.png", _bytes, b""))},
     )
 
 
@@ -274,16 +252,8 @@ def _names(path: Path) -> dict[int, str]:
     return {int(row["client"]): row["name"] for row in _cells(path) if row.get("name")}
 
 
-def _faults(path: Path) -> list[tuple[int, int, str]]:
-    return [(int(row["round"]), int(row["client"]), row["fault"]) for row in _cells(path)]
-
-
 def _outcomes(path: Path) -> Outcomes:
-    with gzip.open(path) as file:
-        content = file.read(MOST_EXPANDED + 1)
-    if len(content) > MOST_EXPANDED:
-        raise FederationError(f"it has more than {MOST_EXPANDED} bytes")
-    head, *lines = content.splitlines()
+    head, *lines = gzip.decompress(path.read_bytes()).splitlines()
     legend = [entry.partition("=") for entry in head.decode().removeprefix("round,").split()]
     places = np.zeros(256, np.uint8)
     places[[ord(code) for code, _, _ in legend]] = np.arange(len(legend))
@@ -292,57 +262,33 @@ def _outcomes(path: Path) -> Outcomes:
     return Outcomes([describe_cause(name) for _, _, name in legend], codes)
 
 
-def _picture(path: Path) -> bytes:
-    content = path.read_bytes()
-    if not content.startswith(b"\x89PNG\r\n\x1a\n"):
-        raise FederationError("it is not a PNG file")
-    return content
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes()
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    content = json.loads(read_text(path))
-    if not isinstance(content, dict):
-        raise FederationError("it is not a mapping")
+def _json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(read_text(path))
     return content
 
 
 def _test(path: Path) -> dict[str, Any]:
     """Return the result of a test; JSON has null for NaN."""
-    test = _mapping(path)
+    test = _json(path)
     metrics = {n: math.nan if value is None else value for n, value in test["metrics"].items()}
     return test | {"metrics": metrics}
 
 
-def _partition(path: Path) -> dict[str, Any]:
-    """Return the summary of a manifest, without the indices of samples."""
-    manifest = _mapping(path)
-    return {
-        "rule": manifest["rule"],
-        "parameters": manifest["parameters"],
-        "seed": manifest["seed"],
-        "sizes": [len(samples) for samples in manifest["clients"]],
-        "counts": manifest["class_counts"],
-    }
-
-
-def _resumed(config: Mapping[str, Any], later: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _resumed(config: Mapping[str, Any], later: Sequence[Path]) -> Iterator[str]:
     """Yield a description of each resumed fit with other options than those of the first."""
-    for name, other in later.items():
-        if changed := differing_options(config, other, IGNORED_BY_RESUME):
+    for path in later:
+        if changed := differing_options(config, config_values(path), IGNORED_BY_RESUME):
             options = ", ".join(f"{option}={now}" for option, (_, now) in changed.items())
-            yield f"resumed with {options:.300} ({name})"
+            yield f"resumed with {options:.300} ({path.name})"
 
 
 def config_values(path: Path) -> dict[str, Any]:
-    """Return the values of a config file by dotted name, from :func:`values_of`.
-
-    Raises:
-        OSError, ValueError, RecursionError, yaml.YAMLError: If the file cannot be read.
-    """
-    config = yaml.safe_load(read_text(path))
-    if not isinstance(config, dict):
-        raise FederationError("it is not a mapping")
-    return values_of(config)
+    """Return the values of a config file by dotted name, from :func:`values_of`."""
+    return values_of(yaml.safe_load(read_text(path)))
 
 
 def values_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -352,16 +298,10 @@ def values_of(config: Mapping[str, Any]) -> dict[str, Any]:
         >>> rule = {"class_path": "lightning_fl.aggregators.Krum", "init_args": {"f": 1}}
         >>> values_of({"federation": {"min_clients": 3, "aggregator": rule}})
         {'federation.min_clients': 3, 'federation.aggregator': 'Krum', 'federation.aggregator.f': 1}
-
-    Raises:
-        FederationError: If the config has too many values.
     """
     values: dict[str, Any] = {}
 
     def walk(name: str, value: Any) -> None:
-        # With aliases, a few lines of YAML can expand to billions of values.
-        if len(values) > MOST_VALUES:
-            raise FederationError(f"it has more than {MOST_VALUES} values")
         if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
             values[name] = value["class_path"].rpartition(".")[2]
             value = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}

@@ -12,11 +12,12 @@ from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.report.run import Row, Run
 
 #: Columns that :func:`with_derived` adds.
-UP, TOTAL, STEPS = "MB up", "MB up and down", "local steps per client"
+UP, TOTAL, TIME = "MB up", "MB up and down", "virtual time (s)"
+STEPS = "local steps per client"
 
 
 def with_derived(run: Run, metric: str | None, mode: str) -> Run:
-    """Return a run with the metric of its page, local steps per client and traffic so far."""
+    """Return a run with the metric of its page and the derived columns."""
     rows, up, both = [], 0.0, 0.0
     for row in map(dict, run.rows):
         if row.get("clients") and "num_steps" in row:
@@ -24,6 +25,8 @@ def with_derived(run: Run, metric: str | None, mode: str) -> Run:
         if "bytes_up" in row:
             up, both = up + row["bytes_up"], both + row["bytes_up"] + row["bytes_down"]
             row |= {UP: up / 1e6, TOTAL: both / 1e6}
+        if "virtual_time" in row:
+            row[TIME] = row["virtual_time"]
         rows.append(row)
     return replace(run, rows=rows, metric=metric, mode=mode)
 
@@ -40,16 +43,16 @@ def total(run: Run, name: str) -> float:
 
 def drops(run: Run) -> dict[str, dict[int, float]]:
     """Return the numbers of dropped updates by cause in words and by round."""
-    known = {words: dict(run.column(cause)) for cause, words in CAUSES.items()}
-    others = {
-        at: count - sum(counts.get(at, 0) for counts in known.values())
+    by_cause = {words: dict(run.column(cause)) for cause, words in CAUSES.items()}
+    by_cause["other causes"] = {
+        at: count - sum(counts.get(at, 0) for counts in by_cause.values())
         for at, count in run.column("dropped")
     }
-    by_cause = {
-        cause: {int(at): count for at, count in counts.items() if count > 0}
-        for cause, counts in (known | {"other causes": others}).items()
+    return {
+        cause: positive
+        for cause, counts in by_cause.items()
+        if (positive := {int(at): count for at, count in counts.items() if count > 0})
     }
-    return {cause: counts for cause, counts in by_cause.items() if counts}
 
 
 def headline(runs: Sequence[Run]) -> tuple[str | None, str]:
@@ -61,8 +64,7 @@ def headline(runs: Sequence[Run]) -> tuple[str | None, str]:
     for is_validation in (True, False):
         for part, mode in (("acc", "max"), ("loss", "min")):
             found = [n for n in names if part in n and n.startswith("val") == is_validation]
-            found = [n for n in found if n != "backdoor_acc"]
-            if found:
+            if found := [n for n in found if n != "backdoor_acc"]:
                 return min(found, key=lambda n: n != f"val_{part}"), mode  # the first of equals
     return None, "max"
 

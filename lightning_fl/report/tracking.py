@@ -18,8 +18,10 @@ from lightning_fl.report.write import report
 
 #: Files that are written at the start of a fit, and those that exist after its first round.
 STARTED = ("partition.json", "environment.json")
-PICTURES = ("rounds.png", "aggregator.png", "policy.png")
-FINISHED = (*PICTURES, "participation.csv", "participation_by_round.csv.gz")
+FINISHED = (
+    *("rounds.png", "aggregator.png", "policy.png"),
+    *("participation.csv", "participation_by_round.csv.gz", TABLE),
+)
 
 
 class LogFiles(Callback):
@@ -62,20 +64,14 @@ class LogFiles(Callback):
         """Write the report, and log it and the other files."""
         if self._folder is None:
             return
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # Other files than those of this fit are left from an earlier one.
-        names = [*STARTED, *["config.yaml"] * any(isinstance(c, RunConfig) for c in callbacks)]
-        loop = loop_of(trainer, "LogFiles")
-        if loop.rows:
-            names += [*FINISHED, TABLE]
-        keeps_report = any(isinstance(each, WandbLogger | MLFlowLogger) for each in trainer.loggers)
-        if keeps_report and not loop.rows:
-            rank_zero_warn("there is no report: the fit ended before the end of its first round")
-        elif keeps_report:
-            try:
+        names = [*STARTED]
+        if any(isinstance(each, RunConfig) for each in trainer.callbacks):  # type: ignore[attr-defined]
+            names.append("config.yaml")
+        if loop_of(trainer, "LogFiles").rows:
+            names += FINISHED
+            if any(isinstance(each, WandbLogger | MLFlowLogger) for each in trainer.loggers):
                 names.append(report(self._folder).name)
-            except FederationError as error:
-                rank_zero_warn(f"there is no report: {error}")
         self._log(trainer, *names)
         self._folder = None
 

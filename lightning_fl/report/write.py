@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,27 +17,18 @@ from markupsafe import Markup
 
 from lightning_fl import __version__
 from lightning_fl.errors import FederationError
-from lightning_fl.files import write_atomically
+from lightning_fl.files import error_context, write_atomically
 from lightning_fl.report.figures import COLORS, Panel, svg
 from lightning_fl.report.groups import with_names
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
-from lightning_fl.report.run import Run, find_runs, read_run
+from lightning_fl.report.run import PICTURES, Run, find_runs, read_run
 from lightning_fl.report.several_runs import about_groups
 
 #: Folders of runs, or folders that contain runs.
 Runs: TypeAlias = str | Path | Sequence[str | Path]
 #: Names of the PNG files that belong to a report.
-NAMES = (
-    "accuracy",
-    "cost",
-    "hyperparameters",
-    "partition",
-    "participation",
-    "clients",
-    "aggregator",
-    "policy",
-)
+NAMES = ("accuracy", "cost", "hyperparameters", "partition", "participation", "clients", *PICTURES)
 
 
 def report(
@@ -84,39 +74,35 @@ def report(
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
     if path.suffix != ".html" or path.is_dir():
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
-    found = {name: [read_run(folder) for folder in each] for name, each in named.items()}
-    found = _judged_by(metric, mode, found)
+    found = {name: list(map(read_run, each)) for name, each in named.items()}
+    if metric is not None:
+        found = _judged_by(metric, mode, found)
+    elif mode is not None:
+        raise FederationError(f"mode={mode} is for a metric: set metric, too")
     if alone:
         ((run,),) = found.values()
         page = about_run(run, title)
     else:
         page = about_groups(with_names(found), title, left_out)
     pictures = {p.name: p.content for section in page.sections for p in section.pictures}
-    try:
+    with error_context(f"{path} could not be written, choose another output", OSError):
         for name in NAMES:
             place = path.with_suffix("") / f"{name}.png"
-            if (content := pictures.get(name)) is None:
-                place.unlink(missing_ok=True)  # left by an earlier report
-            else:
-                write_atomically(place, content)
+            place.unlink(missing_ok=True)  # left by an earlier report
+            if name in pictures:
+                write_atomically(place, pictures[name])
         write_atomically(path, html(page).encode(errors="replace"))
-    except OSError as error:
-        raise FederationError(
-            f"{path} could not be written ({error}): choose another output"
-        ) from error
     return path
 
 
 def _judged_by(
-    metric: str | None, mode: Literal["max", "min"] | None, named: Mapping[str, Sequence[Run]]
+    metric: str, mode: Literal["max", "min"] | None, named: Mapping[str, Sequence[Run]]
 ) -> dict[str, list[Run]]:
     """Return the runs with the main metric that was asked for."""
-    if metric is None and mode is not None:
-        raise FederationError(f"mode={mode} is for a metric: set metric, too")
-    columns = list(dict.fromkeys(n for runs in named.values() for run in runs for n in run.columns))
-    if metric is not None and metric not in columns:
+    columns = dict.fromkeys(name for runs in named.values() for run in runs for name in run.columns)
+    if metric not in columns:
         raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(columns)}")
-    mode = mode or ("min" if re.search("loss|err", metric or "") else "max")
+    mode = mode or ("min" if re.search("loss|err", metric) else "max")
     return {
         name: [replace(run, metric=metric, mode=mode) for run in runs]
         for name, runs in named.items()
@@ -127,15 +113,15 @@ def _find_named(runs: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[s
     """Return the folders of runs by the name of their group, and notes on runs left out."""
     named: dict[str, list[Path]] = {}
     notes: list[str] = []
+    seen: set[Path] = set()
     for name, paths in runs.items():
-        folders, left_out = find_runs([paths] if isinstance(paths, str | Path) else paths)
-        named |= {name: folders} if folders else {}
+        named[name], left_out = find_runs([paths] if isinstance(paths, str | Path) else paths)
         notes += left_out
-    counts = Counter(folder.resolve() for folders in named.values() for folder in folders)
-    for folder, count in counts.items():
-        if count > 1:
-            raise FederationError(f"{folder} is in several groups: pass it once")
-    return named, notes
+        folders = {folder.resolve() for folder in named[name]}
+        if twice := seen & folders:
+            raise FederationError(f"{twice.pop()} is in several groups: pass it once")
+        seen |= folders
+    return {name: folders for name, folders in named.items() if folders}, notes
 
 
 def html(page: Report) -> str:
@@ -156,8 +142,6 @@ def html(page: Report) -> str:
         # The Content Security Policy allows the script with this hash, and no other.
         "sha256": _hash,
         "svg": _svg,
-        # Bytes 16 to 19 of a PNG file are its width. RunReport draws 120 dots per inch, a page 96.
-        "width": lambda content: int.from_bytes(content[16:20]) * 96 // 120,
     }
     template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
     return template.render(report=page, version=__version__, script=script, colors=COLORS)

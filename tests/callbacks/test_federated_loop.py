@@ -484,6 +484,7 @@ def test_below_min_clients_the_server_keeps_its_model(fit, linear):
         fit(module, loop, poisoned([0, 3]), rounds=2)
     assert torch.equal(module.net.weight, before)
     assert [row["dropped"] for row in loop.rows] == [2, 2]
+    assert [row["kept"] for row in loop.rows] == [1, 1]
 
 
 @pytest.mark.filterwarnings(

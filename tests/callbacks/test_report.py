@@ -77,28 +77,6 @@ def test_the_manifest_is_that_of_the_split(run, tmp_path):
     assert Manifest.read(tmp_path / "partition.json") == federated.manifest()
 
 
-class Count(Callback):
-    """How often each file was written, by the end of the fit."""
-
-    def __init__(self, monkeypatch):
-        self.written = []
-        replace = os.replace
-        monkeypatch.setattr(os, "replace", lambda a, b: (self.note(b), replace(a, b)))
-
-    def note(self, path):
-        self.written.append(os.path.basename(path))
-
-
-def test_each_picture_is_drawn_once_a_run(run, monkeypatch):
-    count = Count(monkeypatch)
-    run(rounds=4)
-    written = [name for name in count.written if name != "rounds.csv"]
-    assert written == [
-        *("partition.json", "partition.png", "environment.json"),
-        *(BY_ROUND, "participation.csv", "environment.json", "rounds.png"),
-    ]
-
-
 class Break(Callback):
     """Ends the run in its third round."""
 
@@ -187,18 +165,6 @@ def test_a_figure_shows_every_accuracy_and_loss_where_it_is_known():
         "train_loss": [[1, 2], [2, 1], [4, 0.5]],
         "val_loss": [[2, 1.5], [4, 0.75]],
     }
-
-
-def test_a_figure_of_a_module_that_logs_nothing_shows_the_rate():
-    (axes,) = round_figure([{"round": 1, "lr": 0.5}, {"round": 2, "lr": 0.25}]).axes
-    assert axes.get_ylabel() == "lr"
-    assert axes.lines[0].get_xydata().tolist() == [[1, 0.5], [2, 0.25]]
-
-
-def test_points_are_marked_while_there_are_few():
-    for count, marker in ((39, "."), (40, "")):
-        rows = [{"round": i, "loss": 1.0} for i in range(count)]
-        assert round_figure(rows).axes[0].lines[0].get_marker() == marker
 
 
 def test_without_a_federation_there_is_nothing_to_report(trainer, data):
@@ -467,7 +433,6 @@ def test_what_the_run_ran_with_is_written_and_nothing_personal(run, tmp_path):
     assert found["terms"] == []
     assert found["optimizer"] == "SGD(lr=0.001)"
     assert found["client_metric"] is None
-    assert found["faults"] is False
     text = (tmp_path / "environment.json").read_text()
     assert os.uname().nodename not in text
     assert str(tmp_path) not in text

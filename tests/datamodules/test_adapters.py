@@ -100,7 +100,6 @@ def test_every_adapter_works_from_yaml(tmp_path, monkeypatch, name):
     rows = Path("runs/version_0/participation.csv").read_text().splitlines()
     assert len(rows) == 6
     run = read_run(Path("runs/version_0"))
-    assert not run.notes
     if name != "FromDataModule":
         names = [row.split(",")[1] for row in rows]
         sites = [f"s{i}" if name == "FromHuggingFace" else f"site {i}" for i in range(5)]
@@ -125,11 +124,10 @@ def test_a_data_set_of_ones_own_works_from_yaml(tmp_path, monkeypatch):
 
 def test_the_report_names_the_worst_clients(tmp_path):
     (tmp_path / "rounds.csv").write_text("round,val_acc\n1,0.5\n")
-    (tmp_path / "participation.csv").write_text("client,name\n0,7\n1,north <b>\n")
+    (tmp_path / "participation.csv").write_text("client,name,train_samples\n0,7,3\n1,north <b>,2\n")
     (tmp_path / "clients.csv").write_text("client,server\n0,0.25\n1,0.75\n")
     run = read_run(tmp_path)
     assert run.names == {0: "7", 1: "north <b>"}
-    assert not run.notes
     text = report([tmp_path], tmp_path / "report.html").read_text()
     assert "north &lt;b&gt;" in text
     assert "north <b>" not in text

@@ -2,11 +2,14 @@
 
 import gzip
 import json
+from dataclasses import asdict
 
 import pytest
+import torch
 import yaml
 
 from lightning_fl.callbacks.report import round_figure
+from lightning_fl.partition.manifest import FORMAT, Manifest, checksum
 
 CONFIG = {
     "seed_everything": 1,
@@ -21,6 +24,19 @@ BY_ROUND = gzip.compress(
     b"round,0=not_sampled 1=arrived 2=dropped_out 3=crashed 4=late 5=non_finite\n"
     b"1,11\n2,11\n3,15\n4,11\n"
 )
+
+
+def partition_json(sizes, counts, rule="ByLabel", **parameters):
+    """A manifest of clients with these sizes and numbers of samples by class."""
+    parts = torch.arange(sum(sizes)).split(sizes)
+    clients = [part.tolist() for part in parts]
+    manifest = Manifest(rule, parameters, 1, sum(sizes), clients, counts, checksum(parts))
+    return json.dumps(asdict(manifest) | {"format": FORMAT})
+
+
+@pytest.fixture
+def manifest():
+    return partition_json
 
 
 @pytest.fixture
@@ -54,15 +70,7 @@ def folder(tmp_path):
                     "versions": {"torch": "2.14.1"},
                 }
             ),
-            "partition.json": json.dumps(
-                {
-                    "rule": "ByLabel",
-                    "parameters": {"classes_per_client": 1},
-                    "seed": 1,
-                    "class_counts": [{"0": 3}, {"1": 2}],
-                    "clients": [[0, 1, 2], [3, 4]],
-                }
-            ),
+            "partition.json": partition_json([3, 2], [{0: 3}, {1: 2}], classes_per_client=1),
             "participation.csv": "client,train_samples,rounds,dropped,train_acc\n"
             "0,3,4,0,1.0\n1,2,4,1,0.5\n",
             "participation_by_round.csv.gz": BY_ROUND,

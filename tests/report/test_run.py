@@ -1,6 +1,5 @@
 """What is read of a run's folder."""
 
-import gzip
 import json
 import math
 
@@ -11,17 +10,17 @@ from lightning_fl.types import FederationError
 
 
 def test_a_folder_is_read(folder):
-    run = read_run(folder(faults__csv="round,client,fault\n3,1,nan\n"))
+    test = json.dumps({"metrics": {"test_acc": 0.5, "loss": None}, "checkpoint": None})
+    run = read_run(folder(test__json=test))
     assert run.name == "digits/version_0"
     assert (run.rounds, run.planned, run.is_finished, run.seed) == (4, 4, True, 1)
     assert run.column("val_acc") == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 0.5)]
     assert run.config["data"] == "Digits"
     assert run.config["data.batch_size"] == 32
-    assert run.partition["sizes"] == [3, 2]
-    assert run.partition["counts"] == [{"0": 3}, {"1": 2}]
+    assert run.sizes == [3, 2]
+    assert run.partition.class_counts == [{0: 3}, {1: 2}]
     assert run.outcomes.names[5] == "non-finite values"
     assert run.outcomes.codes.tolist() == [[1, 1], [1, 1], [1, 5], [1, 1]]
-    assert run.faults == [(3, 1, "nan")]
     assert run.participation[1] == {
         "client": 1,
         "train_samples": 2,
@@ -29,7 +28,8 @@ def test_a_folder_is_read(folder):
         "dropped": 1,
         "train_acc": 0.5,
     }
-    assert not run.notes
+    assert run.test["metrics"]["test_acc"] == 0.5
+    assert math.isnan(run.test["metrics"]["loss"])  # JSON has null
 
 
 def test_a_table_of_rounds_is_enough(folder):
@@ -39,7 +39,8 @@ def test_a_table_of_rounds_is_enough(folder):
     assert run.rounds == 4
     assert run.planned is None
     assert run.is_finished
-    assert not run.notes
+    assert run.seed is None
+    assert run.sizes == []
 
 
 def test_runs_are_found_by_their_folder_or_the_one_above(folder, tmp_path):
@@ -49,19 +50,9 @@ def test_runs_are_found_by_their_folder_or_the_one_above(folder, tmp_path):
     assert find_runs([runs[1], tmp_path / "digits", runs[1]])[0] == [runs[1], runs[0], runs[2]]
 
 
-def test_a_folder_of_folders_of_runs_names_those(folder, tmp_path):
-    for name in ("scaffold/version_0", "fedavg/version_0", "fedavg/version_1"):
-        folder(f"script/{name}")
-    inside = tmp_path / "script"
-    with pytest.raises(FederationError, match=f"pass {inside}/fedavg, {inside}/scaffold$"):
-        find_runs([inside])
-
-
-@pytest.mark.parametrize(
-    ("name", "words"), [("nowhere", "nowhere does not exist"), ("", "has a rounds.csv")]
-)
-def test_a_folder_without_a_run_is_an_error(tmp_path, name, words):
-    with pytest.raises(FederationError, match=words):
+@pytest.mark.parametrize("name", ["nowhere", ""])
+def test_a_folder_without_a_run_is_an_error(tmp_path, name):
+    with pytest.raises(FederationError, match="has no completed round: pass the folder of a run"):
         find_runs([tmp_path / name])
 
 
@@ -79,11 +70,6 @@ def test_a_run_says_whether_it_is_finished(folder, state, rounds, finished):
     assert read_run(folder(environment__json=told)).is_finished is finished
 
 
-def test_without_an_environment_all_rounds_are_to_be_done(folder, config):
-    text = config(trainer__max_epochs=5)
-    assert not read_run(folder(environment__json=None, config__yaml=text)).is_finished
-
-
 def test_values_too_large_to_draw_and_missing_cells(folder):
     run = read_run(folder(rounds__csv="round,val_acc,lr\n1,0.5,inf\n2,,1e31\n3,nan,0.1\n"))
     assert run.column("val_acc")[0] == (1, 0.5)
@@ -91,55 +77,31 @@ def test_values_too_large_to_draw_and_missing_cells(folder):
     assert [math.isnan(value) for _, value in run.column("lr")] == [True, True, False]
 
 
-@pytest.mark.parametrize("text", ["", "round\n", "clients,val_acc\n1,2\n", "round,a\n1,oops\n"])
-def test_unreadable_table_of_rounds_raises(folder, text):
-    with pytest.raises(FederationError, match=r"rounds\.csv has no readable rounds"):
+@pytest.mark.parametrize("text", ["", "round\n"])
+def test_a_table_without_rounds_raises(folder, text):
+    with pytest.raises(FederationError, match=r"rounds\.csv has no rounds"):
         read_run(folder(rounds__csv=text))
-
-
-BOMB = "a: &a [1, 2]\n" + "".join(
-    f"{y}: &{y} [{', '.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefgh", "bcdefghi", strict=True)
-)
-
-
-def packed(data):
-    return gzip.compress(data, mtime=0)  # the names of cases are the same in every process
 
 
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("config__yaml", "a: [1"),
-        ("config__yaml", "just a text"),
+        ("rounds__csv", "round,a\n1,oops\n"),
         ("config__yaml", "!!python/object/apply:os.system ['false']"),
-        ("config__yaml", "a: &a [*a]"),
-        ("config__yaml", BOMB),
-        ("environment__json", "[1]"),
-        ("environment__json", "[" * 100_000),
+        ("environment__json", "{"),
         ("partition__json", '{"clients": 3}'),
-        ("faults__csv", "round,client,fault\n1,x,nan\n"),
-        ("clients__csv", "client,server\n0,x\n"),
         ("participation_by_round__csv__gz", b"text"),
-        (
-            "participation_by_round__csv__gz",
-            packed(b"round,0=a 1=b\n1,01\n2,0\n"),
-        ),
-        ("participation_by_round__csv__gz", packed(bytes(3 * 2**20))),
-        ("aggregator__png", b"<svg onload='alert(1)'/>"),
     ],
 )
-def test_damaged_or_hostile_file_is_skipped_and_noted(folder, file, content, monkeypatch):
-    monkeypatch.setattr("lightning_fl.report.run.MOST_EXPANDED", 2**20)
-    run = read_run(folder(**{file: content}))
-    assert [note.partition(" is skipped")[0] for note in run.notes] == [file.replace("__", ".")]
-    assert run.rounds == 4
+def test_damaged_file_raises_and_is_named(folder, file, content):
+    with pytest.raises(FederationError, match=f"{file.replace('__', '.')} cannot be read"):
+        read_run(folder(**{file: content}))
 
 
 def test_names_with_line_breaks_are_read(folder):
     table = 'client,name,rounds\n0,"a\u2028b",1\n1,"c\nd",1\n'
     run = read_run(folder(participation__csv=table))
     assert run.names == {0: "a\u2028b", 1: "c\nd"}
-    assert not run.notes
 
 
 def test_other_callbacks_of_a_resumed_fit_are_told(folder, config):
@@ -148,32 +110,18 @@ def test_other_callbacks_of_a_resumed_fit_are_told(folder, config):
     told = "trainer.callbacks.0=ClientFaults, trainer.callbacks.0.dropout=0.2"
     run = read_run(folder(config_resumed_1__yaml=later))
     assert run.resumed == [f"resumed with {told} (config_resumed_1.yaml)"]
-    unknown = read_run(folder("b/version_0", config__yaml="a: [1", config_resumed_1__yaml=later))
-    assert not unknown.resumed
-
-
-def test_null_metric_of_a_test_is_nan(folder):
-    test = json.dumps({"metrics": {"test_acc": 0.5, "loss": None}, "checkpoint": None})
-    metrics = read_run(folder(test__json=test)).test["metrics"]
-    assert metrics["test_acc"] == 0.5
-    assert math.isnan(metrics["loss"])
 
 
 @pytest.mark.parametrize(
     ("environment", "left_out"),
     [
-        ({"faults": False, "client_metric": "f1"}, ["faults"]),
-        ({"faults": True, "client_metric": None}, ["clients"]),
-        ({"state": "started"}, ["participation", "outcomes"]),
+        ({"client_metric": None}, ["clients"]),
+        ({"state": "started", "client_metric": "f1"}, ["participation", "outcomes"]),
         ({"state": "finished"}, []),
     ],
 )
 def test_files_of_an_earlier_fit_are_left_out(folder, environment, left_out):
-    files = {
-        "faults__csv": "round,client,fault\n1,0,nan\n",
-        "clients__csv": "client,server\n0,0.5\n",
-    }
-    run = read_run(folder(environment__json=json.dumps(environment), **files))
-    names = ("faults", "clients", "participation", "outcomes")
+    clients = "client,server\n0,0.5\n"
+    run = read_run(folder(environment__json=json.dumps(environment), clients__csv=clients))
+    names = ("clients", "participation", "outcomes")
     assert [name for name in names if not getattr(run, name)] == left_out
-    assert not run.notes
