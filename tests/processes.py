@@ -40,6 +40,7 @@ from lightning_fl.aggregators import (
     FedControl,
     GeometricMedian,
     Gossip,
+    QFedAvg,
     Scaffold,
     Staged,
 )
@@ -189,6 +190,7 @@ CASES = {name: partial(ROWS[name], None) for name in TABLE} | {
     "a client for two processes": of(partial(Foreign, metric=False), **ONE),
     "one client, median": of(aggregator=CoordinateMedian, **ONE),
     "one client, losses": of(aggregator=FedControl, **ONE),
+    "one client, extremes": of(aggregator=QFedAvg, **ONE),
     "lost clients": of(aggregator=GeometricMedian, policy=Uneven, callbacks=lambda: [Lose()]),
     "poison": of(callbacks=lambda: [Poison()]),
     "started by hooks": of(

@@ -58,4 +58,4 @@ class Downpour(FedOpt):
     def compute(self) -> Tensor:
         """Return the global model after one step per client."""
         found = self.gather_by_client("ids", "deltas")
-        return self._stepped(found[1]) if found else self.server
+        return self._stepped(found[1], self._mean()) if found else self.server

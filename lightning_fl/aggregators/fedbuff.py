@@ -55,7 +55,6 @@ class FedBuff(AsynchronousAggregator):
     """
 
     total: VectorSum
-    buffers_total: VectorSum
     count: Tensor
 
     def __init__(
@@ -70,24 +69,17 @@ class FedBuff(AsynchronousAggregator):
         super().__init__(staleness, exponent, slope, delay, max_staleness)
         self.lr = check_number("lr", lr, above=0)
 
-    def allocate(self, server: Tensor) -> None:
-        """Declare the sum of buffers, too; see :meth:`AsynchronousAggregator.allocate`."""
-        super().allocate(server)
-        n = len(server[: self.num_parameters])
-        self.add_sum("total", n)
-        self.add_sum("buffers_total", len(server) - n)
-
     def update(self, clients: ClientUpdate) -> None:
         """Add weighted updates to the sum."""
-        n, weights = self.total.length, self.weights(clients.clients)
-        add_rows(self.total, clients.delta[:, :n], weights)
-        if n < len(self.server):
-            add_rows(self.buffers_total, self.moves(clients)[:, n:], weights)
+        rows, n = clients.delta, self.num_parameters
+        if n is not None and n < rows.shape[1]:
+            rows = torch.cat([rows[:, :n], self.moves(clients)[:, n:]], 1)
+        weights = self.weights(clients.clients)
+        add_rows(self.total, rows, weights)
         self.count += len(weights)
 
     def compute(self) -> Tensor:
         """Return the next version of the global model, unchanged if no client returned."""
-        count = self.count.clamp(min=1)
-        move = sum_value(self.total) / count * self.lr
-        buffers = sum_value(self.buffers_total) / count
-        return (self.server + torch.cat([move, buffers])).to(self.server.dtype)
+        move = sum_value(self.total) / self.count.clamp(min=1)
+        move[: self.num_parameters] *= self.lr
+        return (self.server + move).to(self.server.dtype)

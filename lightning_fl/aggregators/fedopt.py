@@ -69,12 +69,19 @@ class FedOpt(FedAvg):
 
     def compute(self) -> Tensor:
         """Return the global model after one step, unchanged if no client returned."""
-        return self._stepped(self._mean()[None]) if self.weight else self.server
+        if not self.weight:
+            return self.server
+        mean = self._mean()
+        return self._stepped(mean[None], mean)
 
-    def _stepped(self, moves: Tensor) -> Tensor:
-        """Return the global model after one step for each row of ``moves``, ``[steps, P]``."""
+    def _stepped(self, moves: Tensor, mean: Tensor) -> Tensor:
+        """Return the global model after one step for each row of ``moves``, ``[steps, P]``.
+
+        What the optimizer does not move, buffers and parameters that are not trained, is averaged.
+        """
         param: Tensor = self._optimizer.param_groups[0]["params"][0]
-        server, mean, n = self.server.double(), self._mean(), param.numel()
+        server, n = self.server.double(), param.numel()
+        average = server + mean
         param.data = server[:n].clone()
         if self.trained is not None:  # weight decay of 0 is 0, so that the state keeps none of it
             param.data.masked_fill_(~self.trained, 0)
@@ -83,8 +90,8 @@ class FedOpt(FedAvg):
             self._optimizer.step()
         moved = param.detach()
         if self.trained is not None:
-            moved = moved.where(self.trained, (server + mean)[:n])
-        return torch.cat([moved, (server + mean)[n:]]).to(self.server.dtype)
+            moved = moved.where(self.trained, average[:n])
+        return torch.cat([moved, average[n:]]).to(self.server.dtype)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the optimizer state for the checkpoint."""
@@ -95,29 +102,15 @@ class FedOpt(FedAvg):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore the optimizer state from a checkpoint. Options keep their current values."""
-        if not state:
+        if "kind" not in state:
             return
-        if (was := state.get("kind")) != (now := type(self._optimizer).__name__):
+        if (was := state["kind"]) != (now := type(self._optimizer).__name__):
             raise FederationError(
                 f"{type(self).__name__} cannot resume from the checkpoint: it was saved with the"
-                f" optimizer {was!s:.50}, and the current optimizer is {now}. Use the same"
+                f" optimizer {was}, and the current optimizer is {now}. Use the same"
                 " optimizer, or remove ckpt_path"
             )
-        own: dict[str, Any] = self._optimizer.state_dict()
-        param: nn.Parameter = self._optimizer.param_groups[0]["params"][0]
-        saved = state.get("state")
-        # Validate the state with a step of a copy: its format depends on the optimizer.
-        tried = self.make_optimizer([nn.Parameter(param.detach().clone())])
-        try:
-            tried.load_state_dict({**own, "state": copy.deepcopy(saved)})
-            tried.param_groups[0]["params"][0].grad = torch.zeros_like(param)
-            tried.step()
-            self._optimizer.load_state_dict({**own, "state": saved})
-        except Exception as error:  # the type depends on the optimizer
-            raise FederationError(
-                f"{type(self).__name__} cannot resume from the checkpoint: {now} rejected the saved"
-                f" optimizer state ({type(error).__name__}). Remove ckpt_path"
-            ) from error
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state["state"]})
 
 
 def _tried(make: Any) -> str:
@@ -127,8 +120,6 @@ def _tried(make: Any) -> str:
     try:
         made = make([param])
         made.step()
-    except FederationError:
-        raise
     except Exception as error:
         raise FederationError(f"invalid server optimizer: {error}") from error
     options = {k: v for k, v in made.param_groups[0].items() if k != "params" and v is not None}

@@ -1,7 +1,6 @@
 """FedBuff and FedAsync against plain programs; the synchronous limit, resuming, refusals."""
 
 import copy
-import shutil
 import warnings
 from collections import deque
 
@@ -254,52 +253,17 @@ def test_with_equal_durations_it_is_synchronous_averaging_bit_for_bit(
             assert row["virtual_time"] == pytest.approx(expected["virtual_time"], rel=1e-6)
 
 
-class KilledError(Exception):
-    pass
-
-
-class Kill(ClientFaults):
-    """Ends a fit in the middle of a round."""
-
-    at = None
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if (trainer.current_epoch, batch_idx) == self.at:
-            raise KilledError
-
-    @property
-    def state_key(self):
-        return "ClientFaults"
-
-
-@pytest.mark.parametrize("rule", [FedBuff, FedAsync])
-def test_a_killed_run_resumes_bit_for_bit(run, tmp_path, rule):
-    size = 2 if rule is FedBuff else 1
-    folder, other = str(tmp_path / "parts"), str(tmp_path / "whole")
-    whole, loop = run(rule(), size, Kill(**UNEVEN), callbacks=[RoundCheckpoint(other)])
-    dying = Kill(**UNEVEN)
-    dying.at = 4, 1
-    with pytest.raises(KilledError):
-        run(rule(), size, dying, callbacks=[RoundCheckpoint(folder)])
-    last = f"{folder}/last.ckpt"
-    shutil.copy(last, tmp_path / "killed.ckpt")
+def test_another_clock_cannot_resume(run, tmp_path):
+    """It needs models that were not kept."""
+    keep = [RoundCheckpoint(str(tmp_path))]
+    run(FedBuff(), 2, ClientFaults(**UNEVEN), rounds=4, callbacks=keep)
+    last = str(tmp_path / "last.ckpt")
     state = torch.load(last, weights_only=True)["callbacks"]["FederatedLoop"]["aggregator"]
-    assert len(state["models"]) == len(state["versions"]) == loop.kept[3] > 0
-    resumed, again = run(
-        rule(), size, Kill(**UNEVEN), callbacks=[RoundCheckpoint(folder)], ckpt=last
-    )
-    assert torch.equal(vector(whole), vector(resumed))
-    assert [{**row, "val_loss": 0} for row in again.rows] == [
-        {**row, "val_loss": 0} for row in loop.rows
-    ]
-    for name, tensor in loop.aggregator.state_dict().items():
-        assert torch.equal(again.aggregator.state_dict()[name], tensor)
-    # Another clock needs models that were not kept.
-    shutil.copy(tmp_path / "killed.ckpt", last)
+    assert len(state["models"]) == len(state["versions"]) > 0
     with pytest.raises(
         FederationError, match=r"ended after .* s there, and after .* s here. To resume"
     ):
-        run(rule(), size, Kill(), callbacks=[RoundCheckpoint(folder)], ckpt=last)
+        run(FedBuff(), 2, ClientFaults(), callbacks=keep, ckpt=last)
 
 
 def test_earlier_models_are_dropped_when_their_last_client_has_arrived(run):
