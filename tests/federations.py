@@ -379,7 +379,7 @@ ROWS = {
                 0.1, optimizer=partial(torch.optim.Adam, eps=0.1), lr_factor=0.5
             ),
         ),
-        aggregator=FedAvgM(),
+        aggregator=FedAvgM(scheduler=partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1])),
         policy=Stragglers(0.9, Schedule(num_steps=3)),
     ),
     "FedAdagrad, Ditto, RoundRobinSampler": lambda root: row(

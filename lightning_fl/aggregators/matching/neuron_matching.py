@@ -118,7 +118,8 @@ class NeuronMatching(Aggregator):
         self.cap, self.max_width = cap, max_width
         self.tolerance = check_number("tolerance", tolerance, min=0)
         self.seed = check_integer("seed", seed, min=0, optional=True)
-        self._options(*(1.0 if value is None else value for value in searched))  # checks them
+        first, second, third = (1.0 if value is None else value for value in searched)
+        self._options(first, second, third)  # checks them
         self.chain: LayerStack | None = None
         self._in_training: ClientNetworks | None = None
         self._returned: tuple[Tensor, list[Layers]] | None = None
