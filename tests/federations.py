@@ -485,7 +485,7 @@ ROWS = {
         normalized(),
         samples(drop_last=True),
         [ClientFaults(dropout=0.2, speed_sigma=1.0)],
-        aggregator=FedBuff(max_staleness=3),
+        aggregator=FedBuff(max_staleness=3, momentum=0.5),
         sampler=AsynchronousSampler(4),
         clients_per_round=2,
     ),

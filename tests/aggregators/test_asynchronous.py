@@ -286,6 +286,27 @@ def test_outside_of_a_round_clients_start_from_the_current_model(run):
     assert not loop.aggregator.rejected(torch.arange(9))
 
 
+def test_momentum_by_hand():
+    """Two parameters, of which the second is trained in the first round only, and a buffer."""
+    rule = FedBuff(lr=2.0, momentum=0.5)
+    layout = VectorLayout({"w": torch.Size([2]), "mean": torch.Size([1])}, num_parameters=2)
+    rule.setup(Federation(4, Cohort(2, 4), layout))
+    server, found = torch.zeros(3), []
+    masks = torch.tensor([[True, True], [True, False], [True, False]])
+    for mask, move in zip(masks, ([1.0, 2.0, 3.0], [4.0, 0.0, 0.0], [0.0] * 3), strict=True):
+        rule.start(server, mask)
+        delta = torch.tensor([move, move])
+        rule.update(ClientUpdate(torch.arange(2), delta, torch.ones(2)))
+        server = rule.compute()
+        found.append(server.tolist())
+    # Velocities 1, 4.5 and 2.25 of the first, and 2 of the second.
+    assert found == [[2, 4, 3], [11, 4, 3], [15.5, 4, 3]]
+    rule.start(server)
+    assert torch.equal(rule.compute(), server)  # nobody returned
+    with pytest.raises(FederationError, match=r"momentum must be a number in \[0, 1\), got 1.0"):
+        FedBuff(momentum=1.0)
+
+
 def test_buffers_stay_between_those_of_the_server_and_of_the_clients():
     """A variance that fell since a client started does not become negative."""
     rule = FedBuff(lr=2.0)
