@@ -280,15 +280,11 @@ class Aggregator(Metric, ABC):
             FederationError: If a tensor is missing or has another shape.
         """
         for name, shape in shapes.items():
-            if name not in clients.extras:
+            found = clients.extras.get(name)
+            if found is None or found.shape != (len(clients.clients), *shape):
                 raise FederationError(
-                    f"{type(self).__name__} requires {name} of the clients: use it in a"
-                    f" FederatedLoop, or add {name} to the extras of the update"
-                )
-            if (found := tuple(clients.extras[name].shape)) != (len(clients.clients), *shape):
-                raise FederationError(
-                    f"{type(self).__name__} requires {name} of shape {shape} of each client, got"
-                    f" {found[1:]}"
+                    f"{type(self).__name__} requires {name} of the clients, of shape {shape} each:"
+                    f" use it in a FederatedLoop, or add {name} to the extras of the update"
                 )
 
     def _sync_dist(

@@ -27,8 +27,6 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from lightning_fl.errors import FederationError
-
 #: Number of elements to process at once, limited by the CPU cache.
 PIECE = 2**18
 
@@ -386,9 +384,6 @@ def match(
     Returns:
         The matching.
 
-    Raises:
-        FederationError: If ``orders`` do not contain all clients.
-
     Example:
         >>> prior = Process(torch.zeros(1), torch.full((1,), 0.1), clients=2)
         >>> values = [torch.tensor([[5.0], [-5.0]]), torch.tensor([[-5.2], [5.2], [0.5]])]
@@ -396,7 +391,6 @@ def match(
         >>> matching.assignments, len(matching.atoms)
         ([tensor([1, 0]), tensor([0, 1, 2])], 3)
     """
-    _check_orders(orders, len(values), sweeps)
     state, clients = _State(prior, values, own, past), range(len(values))
     widest = sorted(clients, key=lambda client: -len(values[client]))
     state.begin(start or [None] * len(values), widest if orders is None else orders[0])
@@ -414,14 +408,3 @@ def match(
     return Matching(
         state.all_assignments(), state.sums, state.precisions, state.counts, history, after
     )
-
-
-def _check_orders(orders: Sequence[Sequence[int]] | None, clients: int, sweeps: int) -> None:
-    """Raise an error if orders are too few or do not contain all clients."""
-    if orders is not None and (
-        len(orders) <= sweeps or any(sorted(order) != list(range(clients)) for order in orders)
-    ):
-        raise FederationError(
-            f"orders must contain an order of the {clients} clients (indices from 0) for the greedy"
-            f" pass and for each of {sweeps} sweeps, got {orders}"
-        )

@@ -179,7 +179,7 @@ def match_networks(
 
     Raises:
         FederationError: If the networks are incompatible with each other or not finite, a class has
-            no samples (except in a stream), or ``orders`` do not match clients and layers.
+            no samples (except in a stream).
 
     Example:
         >>> def one(*neurons):  # of one input and one output: weights in, bias, weights out

@@ -277,9 +277,7 @@ def test_a_federation_finds_its_groups_also_vectorized(federation, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"eps1": -1.0}, "eps1 must be a finite number of at least 0, got -1.0"),
         ({"min_size": 1}, "min_size must be an integer of at least 2, got 1"),
-        ({"warmup": -1}, "warmup must be an integer of at least 0"),
         ({"linkage": "ward"}, "linkage must be complete or single, got 'ward'"),
         ({"split_update": "half"}, "split_update must be parts or cluster, got 'half'"),
         ({"weighting": "n"}, "weighting must be samples or uniform, got 'n'"),

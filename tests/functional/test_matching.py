@@ -202,20 +202,6 @@ def test_a_start_is_what_sweeps_begin_with_and_clients_without_one_are_placed():
     assert torch.equal(found.assignments[2], two.assignments[1])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"orders": [[0, 1]]}, r"orders must contain .* each of 2 sweeps, got \[\[0, 1\]\]"),
-        ({"orders": [[0, 1], [1, 0], [0, 0]]}, "an order of the 2 clients"),
-    ],
-)
-def test_wrong_orders_are_refused(options, message):
-    values = [rand(2, 1, seed=s) for s in range(2)]
-    prior = Process(torch.zeros(1), torch.ones(1), 2)
-    with pytest.raises(FederationError, match=message):
-        match(prior, values, [torch.ones(1)] * 2, sweeps=2, **options)
-
-
 @pytest.mark.parametrize("how", [match_networks, match_upwards])
 @pytest.mark.parametrize(
     "option",
