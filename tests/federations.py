@@ -379,7 +379,7 @@ ROWS = {
                 0.1, optimizer=partial(torch.optim.Adam, eps=0.1), lr_factor=0.5
             ),
         ),
-        aggregator=FedAvgM(),
+        aggregator=FedAvgM(scheduler=partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1])),
         policy=Stragglers(0.9, Schedule(num_steps=3)),
     ),
     "FedAdagrad, Ditto, RoundRobinSampler": lambda root: row(
@@ -485,7 +485,7 @@ ROWS = {
         normalized(),
         samples(drop_last=True),
         [ClientFaults(dropout=0.2, speed_sigma=1.0)],
-        aggregator=FedBuff(max_staleness=3),
+        aggregator=FedBuff(max_staleness=3, momentum=0.5),
         sampler=AsynchronousSampler(4),
         clients_per_round=2,
     ),

@@ -40,6 +40,7 @@ from lightning_fl.aggregators import (
     FedControl,
     GeometricMedian,
     Gossip,
+    QFedAvg,
     Scaffold,
     Staged,
 )
@@ -174,12 +175,11 @@ def vectorized(make, **options):
     return vectorize
 
 
-#: Of the table: one row of each kind of message between processes.
+#: Of the table: rows whose messages between processes act on later rounds.
 TABLE = (
-    "FedAvg, Proximal, uneven steps", "FedYogi, APFL", "FedControl, PersonalizedPolicyGradient",
-    "Gossip, a foreign module", "CoordinateMedian, Backdoor", "DPFedAvg, PoissonSampler",
-    "Staged, StagedPolicy", "PFNM", "FedBuff, AsynchronousSampler", "FlexLoRA", "BatchNorm, kept",
-    "BatchNorm, a policy that learns", "partly local", "plateau, EarlyStopping",
+    "FedAvg, Proximal, uneven steps", "FedControl, PersonalizedPolicyGradient",
+    "Gossip, a foreign module", "Staged, StagedPolicy", "PFNM", "FedBuff, AsynchronousSampler",
+    "BatchNorm, kept", "BatchNorm, a policy that learns", "partly local", "plateau, EarlyStopping",
     "a schedule that ends with the run", "Digits, augmented",
 )  # fmt: skip
 ONE = {"clients_per_round": lambda: 1}
@@ -189,6 +189,7 @@ CASES = {name: partial(ROWS[name], None) for name in TABLE} | {
     "a client for two processes": of(partial(Foreign, metric=False), **ONE),
     "one client, median": of(aggregator=CoordinateMedian, **ONE),
     "one client, losses": of(aggregator=FedControl, **ONE),
+    "one client, extremes": of(aggregator=QFedAvg, **ONE),
     "lost clients": of(aggregator=GeometricMedian, policy=Uneven, callbacks=lambda: [Lose()]),
     "poison": of(callbacks=lambda: [Poison()]),
     "started by hooks": of(

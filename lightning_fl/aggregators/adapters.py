@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.fedavg import FedAvg
-from lightning_fl.contracts.client_part import ClientContext, ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.contracts.update import ClientUpdate
@@ -33,8 +32,8 @@ class AdapterRule(FedAvg, ABC):
     The module has adapters of the maximum rank :math:`r`, factors :math:`A`, ``[r, n]``, and
     :math:`B`, ``[m, r]``. A client of rank :math:`r_k` starts from the global factors with rows of
     :math:`A` and columns of :math:`B` from :math:`r_k` on set to 0, and neither receives nor sends
-    them. They stay 0 in training, since the gradient of each is a multiple of the other; a client
-    whose optimizer changes them is refused.
+    them. They stay 0 in training, since the gradient of each is a multiple of the other; what an
+    optimizer or a hook writes there is cut off.
 
     Args:
         ranks: Rank of the clients: one for all; a list with one per client; or the share of the
@@ -168,40 +167,9 @@ class AdapterRule(FedAvg, ABC):
             count += (rank - self.client_ranks[clients.cpu()]).clamp(min=0) * width
         return count
 
-    def client_parts(self) -> Sequence[ClientPart]:
-        """Check that clients train no entries beyond their rank."""
-        return [CheckRanks(self)] if self._cuts(torch.arange(len(self.client_ranks))) else []
-
     def _cuts(self, clients: Tensor) -> bool:
         """Return whether a client has a lower rank than the module's adapters."""
         return bool(self.unused_entries(clients).any())
-
-
-class CheckRanks(ClientPart):
-    """Refuse local training that changes entries beyond the rank of a client.
-
-    Args:
-        rule: The rule that cuts the factors.
-    """
-
-    def __init__(self, rule: AdapterRule) -> None:
-        self._rule = rule
-
-    def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Check the local models. Non-finite values are left to the round, which drops them."""
-        delta, module = client.delta, client.federation.module
-        moved = [
-            ((factor != 0) & factor.isfinite() & unused).any()
-            for factor, unused in self._rule.unused(delta, client.clients)
-        ]
-        if torch.stack(moved).any():
-            owner = "the optimizer or the module" if module is None else type(module).__name__
-            raise FederationError(
-                f"{type(self._rule).__name__} needs entries that are 0 and have no gradient to stay"
-                f" 0, but {owner} changed adapters beyond the rank of a client: use an optimizer"
-                " that leaves them (SGD, Adam, AdamW), and do not write to the adapters"
-            )
-        return {}
 
 
 def adapter_pairs(rule: str, layout: VectorLayout) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.staleness import StalenessFunction, staleness_weight
-from lightning_fl.functional.tables import with_rows_of
 from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.samplers import AsynchronousSampler
 
@@ -44,6 +43,7 @@ class AsynchronousAggregator(Aggregator):
     """
 
     is_asynchronous = True
+    grown: ClassVar[tuple[str, ...]] = ("models", "versions")
     models: Tensor
     versions: Tensor
     time: Tensor
@@ -175,17 +175,3 @@ class AsynchronousAggregator(Aggregator):
             self.versions = self.versions.new_tensor(flush.in_use)
             self.time.fill_(flush.time)
         return model
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Resize the buffers to the models of the checkpoint."""
-        names = [prefix + name for name in ("models", "versions")]
-        if "models" in self._buffers and all(name in state_dict for name in names):
-            models, versions = (state_dict[name] for name in names)
-            if len(models) != len(versions) or len(versions.unique()) != len(versions):
-                raise FederationError(
-                    f"the checkpoint is inconsistent: it has {len(models)} models of"
-                    f" {len(versions.unique())} versions"
-                )
-            self.models = with_rows_of(self.models, models)
-            self.versions = with_rows_of(self.versions, versions)
-        super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -23,6 +23,7 @@ from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.functional.summation import VectorSum
+from lightning_fl.functional.tables import make_place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,6 +48,8 @@ class Aggregator(Metric, ABC):
     #: Whether the result depends on which parameters the clients train; see
     #: :meth:`Aggregator.start`.
     needs_trained_mask = False
+    #: Buffers that grow in a run, such as tables of clients; a checkpoint has larger ones.
+    grown: ClassVar[tuple[str, ...]] = ()
     #: Description of the run. None outside a fit.
     federation: Federation | None = None
     server: Tensor
@@ -228,6 +231,11 @@ class Aggregator(Metric, ABC):
             total.to(self.device)
         return made
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Resize the buffers that grow to their size in the checkpoint."""
+        make_place(self, self.grown, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def add_counts(self, *names: str) -> None:
         """Declare sums of integers, such as counts, over clients: ``[1]`` in float64.
 
@@ -272,15 +280,11 @@ class Aggregator(Metric, ABC):
             FederationError: If a tensor is missing or has another shape.
         """
         for name, shape in shapes.items():
-            if name not in clients.extras:
+            found = clients.extras.get(name)
+            if found is None or found.shape != (len(clients.clients), *shape):
                 raise FederationError(
-                    f"{type(self).__name__} requires {name} of the clients: use it in a"
-                    f" FederatedLoop, or add {name} to the extras of the update"
-                )
-            if (found := tuple(clients.extras[name].shape)) != (len(clients.clients), *shape):
-                raise FederationError(
-                    f"{type(self).__name__} requires {name} of shape {shape} of each client, got"
-                    f" {found[1:]}"
+                    f"{type(self).__name__} requires {name} of the clients, of shape {shape} each:"
+                    f" use it in a FederatedLoop, or add {name} to the extras of the update"
                 )
 
     def _sync_dist(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from scipy.cluster.hierarchy import cut_tree, linkage
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.contracts.update import ClientUpdate
-from lightning_fl.errors import FederationError
 from lightning_fl.functional.averaging import weighted_mean
 from lightning_fl.functional.similarity import cosine_similarity
-from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
+from lightning_fl.functional.tables import PLACES, with_place
 from lightning_fl.options import check_choice, check_integer, check_number
 
 if TYPE_CHECKING:
@@ -75,6 +74,7 @@ class ClusteredFL(Aggregator):
         ([[0, 1], [2, 3]], [[1.0, 0.0], [-1.0, 0.0]])
     """
 
+    grown: ClassVar[tuple[str, ...]] = ("models", "cluster_of", "tree")
     models: Tensor
     cluster_of: Tensor
     tree: Tensor
@@ -223,19 +223,3 @@ class ClusteredFL(Aggregator):
         ids = ids.to(self.cluster_of.device)
         self.cluster_of = with_place(self.cluster_of, ids, fill=-1)
         return self.cluster_of[ids]
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Resize the buffers to the clusters and clients of the checkpoint."""
-        names = [prefix + name for name in ("models", "cluster_of", "tree")]
-        if "models" in self._buffers and all(name in state_dict for name in names):
-            models, cluster_of, tree = (state_dict[name] for name in names)
-            named = {*cluster_of.tolist(), *tree[:, 0].tolist()}
-            if len(tree) != len(models) or named - {*range(-1, len(models))}:
-                raise FederationError(
-                    f"the checkpoint is inconsistent: it has models of {len(models)} clusters, and"
-                    " its tree or its clients refer to others"
-                )
-            self.models = with_rows_of(self.models, models)
-            self.cluster_of = with_rows_of(self.cluster_of, cluster_of)
-            self.tree = with_rows_of(self.tree, tree)
-        super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
-from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
+from lightning_fl.functional.tables import PLACES, with_place
 from lightning_fl.options import check_flag, check_integer, check_number
 
 #: Names of the sums of updates, each weighted by one term.
@@ -69,6 +69,7 @@ class FedControl(Aggregator):
     reports: list[Tensor] | Tensor
     #: State of each client, ``[places, columns]``: the loss of its last round, the integral up to
     #: that round, and the round number, counted from 1. Round 0 means no record.
+    grown: ClassVar[tuple[str, ...]] = ("known",)
     known: Tensor
     round: Tensor
     columns = 3
@@ -167,14 +168,14 @@ class FedControl(Aggregator):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Resize the table of client states to that of the checkpoint."""
-        if (saved := state_dict.get(prefix + "known")) is not None and "known" in self._buffers:
-            if saved.shape[1] != self.columns:
-                raise FederationError(
-                    f"{type(self).__name__} cannot resume from the checkpoint, which stores"
-                    f" {saved.shape[1] - 1} losses per client: set window to this number, or remove"
-                    " ckpt_path"
-                )
-            self.known = with_rows_of(self.known, saved)
+        if (saved := state_dict.get(prefix + "known")) is not None and (
+            saved.shape[1] != self.columns
+        ):
+            raise FederationError(
+                f"{type(self).__name__} cannot resume from the checkpoint, which stores"
+                f" {saved.shape[1] - 1} losses per client: set window to this number, or remove"
+                " ckpt_path"
+            )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

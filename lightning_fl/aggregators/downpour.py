@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_fl.aggregators.fedopt import FedOpt
@@ -26,6 +26,7 @@ class Downpour(FedOpt):
     Args:
         optimizer: Function that creates the optimizer from the parameters. None means Adam with
             learning rate 0.01.
+        scheduler: See :class:`FedOpt`; it makes a step after each round.
 
     Raises:
         FederationError: See :class:`FedOpt`.
@@ -42,8 +43,12 @@ class Downpour(FedOpt):
     ids: list[Tensor] | Tensor
     deltas: list[Tensor] | Tensor
 
-    def __init__(self, optimizer: OptimizerCallable | None = None) -> None:
-        super().__init__(optimizer or partial(torch.optim.Adam, lr=0.01))
+    def __init__(
+        self,
+        optimizer: OptimizerCallable | None = None,
+        scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer or partial(torch.optim.Adam, lr=0.01), scheduler=scheduler)
 
     def allocate(self, server: Tensor) -> None:
         """Declare also the list of client updates."""
@@ -58,4 +63,4 @@ class Downpour(FedOpt):
     def compute(self) -> Tensor:
         """Return the global model after one step per client."""
         found = self.gather_by_client("ids", "deltas")
-        return self._stepped(found[1]) if found else self.server
+        return self._stepped(found[1], self._mean()) if found else self.server

@@ -84,15 +84,17 @@ class FedAvg(Aggregator):
 
     def _normalizer(self) -> Tensor:
         """Return the sum of the weights over which they are normalized."""
-        if self.normalization == "round":
-            return self.weight.clamp(min=1)
+        return self.weight.clamp(min=1) if self.normalization == "round" else self._weight_of_all()
+
+    def _weight_of_all(self) -> Tensor:
+        """Return the sum of the weights of all clients, sampled or not."""
         federation = self.known_federation
         samples = federation.num_samples
         if self.weighting == "uniform":
             samples = torch.ones(federation.num_clients)
         if samples is None:
             raise FederationError(
-                "normalization='all' needs the number of samples of all clients, which is unknown"
-                " outside of a fit: set weighting='uniform' or normalization='round'"
+                f"{type(self).__name__} needs the number of samples of all clients, which is"
+                " unknown outside of a fit: set weighting='uniform'"
             )
         return samples.sum()

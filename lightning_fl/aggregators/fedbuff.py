@@ -21,6 +21,9 @@ class FedBuff(AsynchronousAggregator):
 
     .. math:: x^{t+1} = x^t + \frac{\eta_g}{K} \sum_{k} s(\tau_k) \Delta_k
 
+    With ``momentum`` :math:`\beta`, the server moves by :math:`\eta_g v` with
+    :math:`v \leftarrow \beta v + \frac1K \sum_k s(\tau_k) \Delta_k`.
+
     The weights lie outside the mean: stale updates make the step shorter. :math:`K` is the
     ``clients_per_round`` of the loop, of which clients with a dropped update are not counted. All
     clients have equal weight, whatever their numbers of samples. Floating-point buffers move by
@@ -39,6 +42,7 @@ class FedBuff(AsynchronousAggregator):
         delay: Staleness :math:`b` up to which the hinge is 1.
         max_staleness: Maximum staleness of an update. Updates that are staler are dropped. None
             accepts all.
+        momentum: Momentum :math:`\beta` of the server.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the sampler is
@@ -55,8 +59,8 @@ class FedBuff(AsynchronousAggregator):
     """
 
     total: VectorSum
-    buffers_total: VectorSum
     count: Tensor
+    velocity: Tensor
 
     def __init__(
         self,
@@ -66,28 +70,40 @@ class FedBuff(AsynchronousAggregator):
         slope: float = 10.0,
         delay: float = 4.0,
         max_staleness: int | None = None,
+        momentum: float = 0.0,
     ) -> None:
         super().__init__(staleness, exponent, slope, delay, max_staleness)
         self.lr = check_number("lr", lr, above=0)
+        self.momentum = check_number("momentum", momentum, min=0, below=1)
+        self.needs_trained_mask = bool(momentum)
 
     def allocate(self, server: Tensor) -> None:
-        """Declare the sum of buffers, too; see :meth:`AsynchronousAggregator.allocate`."""
+        """Declare the velocity, too; see :meth:`AsynchronousAggregator.allocate`."""
         super().allocate(server)
-        n = len(server[: self.num_parameters])
-        self.add_sum("total", n)
-        self.add_sum("buffers_total", len(server) - n)
+        if self.momentum:
+            zeros = torch.zeros_like(server[: self.num_parameters], dtype=torch.float64)
+            self.register_buffer("velocity", zeros)
 
     def update(self, clients: ClientUpdate) -> None:
         """Add weighted updates to the sum."""
-        n, weights = self.total.length, self.weights(clients.clients)
-        add_rows(self.total, clients.delta[:, :n], weights)
-        if n < len(self.server):
-            add_rows(self.buffers_total, self.moves(clients)[:, n:], weights)
+        rows, n = clients.delta, self.num_parameters
+        if n is not None and n < rows.shape[1]:
+            rows = torch.cat([rows[:, :n], self.moves(clients)[:, n:]], 1)
+        weights = self.weights(clients.clients)
+        add_rows(self.total, rows, weights)
         self.count += len(weights)
 
     def compute(self) -> Tensor:
         """Return the next version of the global model, unchanged if no client returned."""
-        count = self.count.clamp(min=1)
-        move = sum_value(self.total) / count * self.lr
-        buffers = sum_value(self.buffers_total) / count
-        return (self.server + torch.cat([move, buffers])).to(self.server.dtype)
+        if not self.count:
+            return self.server
+        move = sum_value(self.total) / self.count
+        if self.momentum:
+            mean = move[: self.num_parameters]
+            velocity = self.momentum * self.velocity + mean
+            if self.trained is not None:  # what was trained in earlier rounds does not go on
+                velocity = velocity.where(self.trained, mean)
+            self.velocity = velocity
+            move[: self.num_parameters] = velocity
+        move[: self.num_parameters] *= self.lr
+        return (self.server + move).to(self.server.dtype)

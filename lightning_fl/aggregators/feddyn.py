@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.aggregators.local_solver import check_constant_sizes
 from lightning_fl.contracts.client_part import ClientContext, ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.contracts.update import ClientUpdate
-from lightning_fl.errors import FederationError
 from lightning_fl.functional.drift import dynamic_term, next_gradient
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice, check_number
@@ -90,11 +90,7 @@ class FedDyn(Aggregator):
     def setup(self, federation: Federation) -> None:
         """Refuse weights by samples if the numbers of samples change."""
         super().setup(federation)
-        if self.weighting == "samples" and getattr(federation.data, "stream_steps", 1) > 1:
-            raise FederationError(
-                f"{type(self).__name__}(weighting='samples') requires clients of a constant size,"
-                " and the data module has stream_steps: set weighting='uniform'"
-            )
+        check_constant_sizes(self, self.weighting, federation)
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients add the regularizer to their gradients."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal, cast
 
 import torch
-from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_fl.aggregators.fedopt import FedOpt
@@ -47,6 +47,7 @@ class FedNova(FedOpt):
             SGD with learning rate 1. SGD with momentum is the paper's server momentum.
         weighting: ``samples`` weights a client by its number of training samples. ``uniform``
             gives all clients equal weight.
+        scheduler: See :class:`FedOpt`.
 
     Raises:
         FederationError: If the weighting is unknown or the optimizer refuses its options; at the
@@ -69,8 +70,9 @@ class FedNova(FedOpt):
         self,
         optimizer: OptimizerCallable | None = None,
         weighting: Literal["samples", "uniform"] = "samples",
+        scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__(optimizer, weighting)
+        super().__init__(optimizer, weighting, scheduler)
         self._momentum = self._mu = 0.0
         #: Names of the strengths of proximal terms in a plan.
         self._strengths: set[str] = set()

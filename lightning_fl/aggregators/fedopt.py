@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_fl.aggregators.fedavg import FedAvg
@@ -33,10 +34,16 @@ class FedOpt(FedAvg):
             learning rate 1.
         weighting: ``samples`` weights a client by its number of training samples. ``uniform``
             gives all clients equal weight.
+        scheduler: Function that creates a scheduler from the optimizer, such as
+            ``partial(torch.optim.lr_scheduler.StepLR, step_size=10)``. It makes a step after each
+            round that changes the model. None keeps the learning rate.
+
+    A resumed run has the options of the optimizer at the time of the checkpoint, except for those
+    that are given other values now. With a scheduler, all are from the checkpoint.
 
     Raises:
-        FederationError: If the weighting is unknown, if the optimizer rejects its options, or if
-            it requires a closure (LBFGS).
+        FederationError: If the weighting is unknown, if the optimizer or the scheduler rejects its
+            options, or if it requires a closure (LBFGS) or a metric (ReduceLROnPlateau).
 
     Example:
         >>> from lightning_fl.types import ClientUpdate
@@ -53,85 +60,117 @@ class FedOpt(FedAvg):
         self,
         optimizer: OptimizerCallable | None = None,
         weighting: Literal["samples", "uniform"] = "samples",
+        scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(weighting)
         self.make_optimizer = optimizer or partial(torch.optim.SGD, lr=1.0)
-        #: Name and options of the optimizer, for checkpoints and reports.
-        self.optimizer = _tried(self.make_optimizer)
+        self.make_scheduler = scheduler
+        #: Names and options of the optimizer and of the scheduler, for checkpoints and reports.
+        self.optimizer, self.scheduler = self._tried()
 
     def allocate(self, server: Tensor) -> None:
         """Create the optimizer; see :meth:`FedAvg.allocate`."""
         super().allocate(server)
         # Not registered as a submodule: the global model is saved elsewhere in the checkpoint.
-        self._optimizer = self.make_optimizer(
-            [nn.Parameter(torch.zeros_like(server[: self.num_parameters], dtype=torch.float64))]
-        )
+        self._make(nn.Parameter(torch.zeros_like(server[: self.num_parameters]).double()))
+
+    def _make(self, param: nn.Parameter) -> None:
+        """Create the optimizer and the scheduler, and note the options that were given."""
+        self._optimizer = self.make_optimizer([param])
+        make = self.make_scheduler
+        # Any: ReduceLROnPlateau, which needs a metric, was refused.
+        self._scheduler: Any = None if make is None else make(self._optimizer)
+        groups = self._optimizer.param_groups
+        self._given = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+
+    def _tried(self) -> tuple[str, str | None]:
+        """Take one step on one parameter to detect errors early; return the descriptions."""
+        param = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        param.grad = torch.ones_like(param)
+        try:
+            self._make(param)
+            options = {k: v for k, v in self._given[0].items() if v is not None}
+            self._optimizer.step()
+            if self._scheduler is not None:
+                self._scheduler.step()
+        except Exception as error:
+            raise FederationError(f"invalid server optimizer: {error}") from error
+        optimizer, scheduler = self._optimizer, self._scheduler
+        del self._optimizer, self._scheduler  # those of the run are made when its size is known
+        if scheduler is None:
+            return _described(optimizer, options), None
+        kept = {k: v for k, v in scheduler.state_dict().items() if not k.startswith("_")}
+        return _described(optimizer, options), _described(scheduler, kept)
 
     def compute(self) -> Tensor:
         """Return the global model after one step, unchanged if no client returned."""
-        return self._stepped(self._mean()[None]) if self.weight else self.server
+        if not self.weight:
+            return self.server
+        mean = self._mean()
+        return self._stepped(mean[None], mean)
 
-    def _stepped(self, moves: Tensor) -> Tensor:
-        """Return the global model after one step for each row of ``moves``, ``[steps, P]``."""
+    def _stepped(self, moves: Tensor, mean: Tensor) -> Tensor:
+        """Return the global model after one step for each row of ``moves``, ``[steps, P]``.
+
+        What the optimizer does not move, buffers and parameters that are not trained, is averaged.
+        """
         param: Tensor = self._optimizer.param_groups[0]["params"][0]
-        server, mean, n = self.server.double(), self._mean(), param.numel()
+        server, n = self.server.double(), param.numel()
+        average = server + mean
         param.data = server[:n].clone()
         if self.trained is not None:  # weight decay of 0 is 0, so that the state keeps none of it
             param.data.masked_fill_(~self.trained, 0)
         for move in moves:
             param.grad = -move[:n].double()
             self._optimizer.step()
+        if self._scheduler is not None:
+            self.round_metrics["server_lr"] = float(self._optimizer.param_groups[0]["lr"])
+            self._scheduler.step()
         moved = param.detach()
         if self.trained is not None:
-            moved = moved.where(self.trained, (server + mean)[:n])
-        return torch.cat([moved, (server + mean)[n:]]).to(self.server.dtype)
+            moved = moved.where(self.trained, average[:n])
+        return torch.cat([moved, average[n:]]).to(self.server.dtype)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the learning rate of the round, with a scheduler."""
+        return self.round_metrics
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the optimizer state for the checkpoint."""
-        made = getattr(self, "_optimizer", None)  # none before the first round
-        if made is None:
+        """Return the states of the optimizer and the scheduler for the checkpoint."""
+        if not hasattr(self, "_optimizer"):  # before the first round
             return {}
-        return {"kind": type(made).__name__, "state": copy.deepcopy(made.state_dict()["state"])}
+        state = {
+            "kind": type(self._optimizer).__name__,
+            **self._optimizer.state_dict(),
+            "given": self._given,
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+        }
+        return copy.deepcopy(state)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore the optimizer state from a checkpoint. Options keep their current values."""
-        if not state:
+        """Restore the optimizer and the scheduler; options that are given anew count."""
+        if "kind" not in state:
             return
-        if (was := state.get("kind")) != (now := type(self._optimizer).__name__):
+        if (was := state["kind"]) != (now := type(self._optimizer).__name__):
             raise FederationError(
                 f"{type(self).__name__} cannot resume from the checkpoint: it was saved with the"
-                f" optimizer {was!s:.50}, and the current optimizer is {now}. Use the same"
+                f" optimizer {was}, and the current optimizer is {now}. Use the same"
                 " optimizer, or remove ckpt_path"
             )
-        own: dict[str, Any] = self._optimizer.state_dict()
-        param: nn.Parameter = self._optimizer.param_groups[0]["params"][0]
-        saved = state.get("state")
-        # Validate the state with a step of a copy: its format depends on the optimizer.
-        tried = self.make_optimizer([nn.Parameter(param.detach().clone())])
-        try:
-            tried.load_state_dict({**own, "state": copy.deepcopy(saved)})
-            tried.param_groups[0]["params"][0].grad = torch.zeros_like(param)
-            tried.step()
-            self._optimizer.load_state_dict({**own, "state": saved})
-        except Exception as error:  # the type depends on the optimizer
-            raise FederationError(
-                f"{type(self).__name__} cannot resume from the checkpoint: {now} rejected the saved"
-                f" optimizer state ({type(error).__name__}). Remove ckpt_path"
-            ) from error
+        groups = state["param_groups"]
+        if self._scheduler is not None and state["scheduler"] is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        else:
+            options = zip(groups, state["given"], self._given, strict=True)
+            groups = [
+                {**saved, **{k: v for k, v in now.items() if k not in first or first[k] != v}}
+                for saved, first, now in options
+            ]
+        self._optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
 
 
-def _tried(make: Any) -> str:
-    """Take one step with the optimizer to detect errors early, and return its description."""
-    param = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    param.grad = torch.ones_like(param)
-    try:
-        made = make([param])
-        made.step()
-    except FederationError:
-        raise
-    except Exception as error:
-        raise FederationError(f"invalid server optimizer: {error}") from error
-    options = {k: v for k, v in made.param_groups[0].items() if k != "params" and v is not None}
+def _described(made: object, options: Mapping[str, Any]) -> str:
+    """Return the name and the options of an optimizer or a scheduler."""
     return f"{type(made).__name__}({', '.join(f'{k}={v}' for k, v in options.items())})"
 
 
@@ -143,16 +182,23 @@ class FedAvgM(FedOpt):
     Args:
         lr: Server learning rate :math:`\eta`.
         momentum: Momentum :math:`\beta`.
+        scheduler: See :class:`FedOpt`.
 
     Example:
         >>> FedAvgM(momentum=0.5).momentum
         0.5
     """
 
-    def __init__(self, lr: float = 1.0, momentum: float = 0.9) -> None:
+    def __init__(
+        self,
+        lr: float = 1.0,
+        momentum: float = 0.9,
+        scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
         check_number("lr", lr, min=0)
         check_number("momentum", momentum, min=0)
-        super().__init__(partial(torch.optim.SGD, lr=lr, momentum=momentum))
+        optimizer = partial(torch.optim.SGD, lr=lr, momentum=momentum)
+        super().__init__(optimizer, scheduler=scheduler)
         self.lr, self.momentum = lr, momentum
 
 
@@ -162,9 +208,14 @@ class _Adaptive(FedOpt):
     rule: Literal["adagrad", "adam", "yogi"]
 
     def __init__(
-        self, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3
+        self,
+        lr: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        tau: float = 1e-3,
+        scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__(partial(Adaptive, rule=self.rule, lr=lr, betas=betas, tau=tau))
+        optimizer = partial(Adaptive, rule=self.rule, lr=lr, betas=betas, tau=tau)
+        super().__init__(optimizer, scheduler=scheduler)
         self.lr, self.betas, self.tau = lr, betas, tau
 
 
@@ -175,6 +226,7 @@ class FedAdagrad(_Adaptive):
         lr: Server learning rate :math:`\eta`.
         betas: Decay rate :math:`\beta_1` of the first moment, and a second value that is ignored.
         tau: Adaptivity :math:`\tau`.
+        scheduler: See :class:`FedOpt`.
     """
 
     rule = "adagrad"
@@ -187,6 +239,7 @@ class FedAdam(_Adaptive):
         lr: Server learning rate :math:`\eta`.
         betas: Decay rates :math:`\beta_1, \beta_2` of the moments.
         tau: Adaptivity :math:`\tau`.
+        scheduler: See :class:`FedOpt`.
     """
 
     rule = "adam"
@@ -199,6 +252,7 @@ class FedYogi(_Adaptive):
         lr: Server learning rate :math:`\eta`.
         betas: Decay rates :math:`\beta_1, \beta_2` of the moments.
         tau: Adaptivity :math:`\tau`.
+        scheduler: See :class:`FedOpt`.
     """
 
     rule = "yogi"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.mixing import Graph, adjacency, check_mixing, metropolis
@@ -35,14 +34,16 @@ class Gossip(Aggregator):
         mixing_matrix: Mixing matrix :math:`W` to use instead of a graph, ``[clients, clients]``:
             symmetric, with row sums 1, and connected.
         probability: Edge probability of ``erdos_renyi``.
-        num_clients: Number of clients. None takes it from the ``FederatedLoop``.
         seed: Seed of the random graph. None uses the seed of the run.
 
     Raises:
         FederationError: If an option is out of range, or the matrix does not connect all clients.
 
     Example:
-        >>> rule = Gossip("ring", num_clients=4)
+        >>> from lightning_fl.contracts.context import Federation
+        >>> from lightning_fl.types import Cohort
+        >>> rule = Gossip("ring")
+        >>> rule.setup(Federation(num_clients=4, sampling=Cohort(size=1, clients=4)))
         >>> rule.start(torch.zeros(1))
         >>> rule.update(ClientUpdate(torch.tensor([0]), torch.tensor([[3.0]]), torch.tensor([9])))
         >>> rule.compute(), rule.models[:, 0]
@@ -60,13 +61,11 @@ class Gossip(Aggregator):
         graph: Graph = "ring",
         mixing_matrix: Sequence[Sequence[float]] | None = None,
         probability: float = 0.5,
-        num_clients: int | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
         self.graph = check_choice("graph", graph, *get_args(Graph))
         self.probability = check_number("probability", probability, above=0, max=1)
-        self.num_clients = check_integer("num_clients", num_clients, min=1, optional=True)
         self.seed = check_integer("seed", seed, min=0, optional=True)
         given = None
         if mixing_matrix is not None:
@@ -76,15 +75,6 @@ class Gossip(Aggregator):
                 raise FederationError(f"mixing_matrix must be rows of numbers: {error}") from error
             check_mixing(given)
         self.mixing_matrix, self._given = mixing_matrix, given
-
-    def setup(self, federation: Federation) -> None:
-        """Raise an error if ``num_clients`` differs from that of the federation."""
-        super().setup(federation)
-        if self.num_clients not in (None, n := federation.num_clients):
-            raise FederationError(
-                f"Gossip has num_clients={self.num_clients}, the federation has {n}: remove"
-                " num_clients"
-            )
 
     def allocate(self, server: Tensor) -> None:
         """Initialize all client models with the global model."""
@@ -97,17 +87,13 @@ class Gossip(Aggregator):
         self.register_buffer("begun", torch.tensor(False))
 
     def _mixing(self) -> Tensor:
-        n = self.num_clients if self.federation is None else self.federation.num_clients
-        if self._given is not None:
-            if n not in (None, len(self._given)):
-                raise FederationError(
-                    f"mixing_matrix has {len(self._given)} clients, the federation has {n}"
-                )
-            return self._given
-        if n is None:
-            raise FederationError("Gossip requires num_clients: set it, or use a FederatedLoop")
-        random = generator(self.seed_of(self.seed), RandomStream.GRAPH)
-        return metropolis(adjacency(self.graph, n, self.probability, random))
+        n, given = self.known_federation.num_clients, self._given
+        if given is None:
+            random = generator(self.seed_of(self.seed), RandomStream.GRAPH)
+            return metropolis(adjacency(self.graph, n, self.probability, random))
+        if n != len(given):
+            raise FederationError(f"mixing_matrix has {len(given)} clients, the federation has {n}")
+        return given
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round. The first round starts from the global model."""

@@ -74,3 +74,18 @@ def check_plain_sgd(name: str, federation: Federation) -> None:
         raise FederationError(
             f"{name} cannot be combined with gradient clipping: leave out trainer.gradient_clip_val"
         )
+
+
+def check_constant_sizes(rule: object, weighting: str, federation: Federation) -> None:
+    """Refuse weights by numbers of samples that change in the run.
+
+    Args:
+        rule: Rule that weights clients over rounds.
+        weighting: Its weighting.
+        federation: Description of the run.
+    """
+    if weighting == "samples" and getattr(federation.data, "stream_steps", 1) > 1:
+        raise FederationError(
+            f"{type(rule).__name__}(weighting='samples') requires clients of a constant size, and"
+            " the data module has stream_steps: set weighting='uniform'"
+        )

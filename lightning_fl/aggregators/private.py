@@ -197,10 +197,9 @@ class DPFedAvg(FedOpt):
             self.clip.fill_(next_clip(self._norm, below, self.quantile, self.clip_lr))
         self.round += 1
         self._pay()
-        step = self._stepped((mean * mask.to(mean))[None])
-        step[len(mask) :] = self.server[len(mask) :]
-        step[: len(mask)] = step[: len(mask)].where(mask, self.server[: len(mask)])
-        return step
+        # Buffers and parameters that are not trained stay.
+        move = functional.pad(mean * mask.to(mean), (0, len(self.server) - len(mask)))
+        return self._stepped(move[None], move)
 
     def _pay(self) -> None:
         """Add the round to the privacy ledger."""
@@ -229,14 +228,8 @@ class DPFedAvg(FedOpt):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore the privacy ledger, which is valid only for the same client sampling."""
-        super().set_extra_state({k: state[k] for k in ("kind", "state") if k in state})
-        ledger = state.get("ledger")
-        if not isinstance(ledger, list) or not all(map(_is_entry, ledger)):
-            raise FederationError(
-                f"the checkpoint has the privacy ledger {ledger!s:.100}: it must contain pairs of a"
-                " noise multiplier and a number of rounds"
-            )
-        self.ledger = [(float(noise), count) for noise, count in ledger]
+        super().set_extra_state(state)
+        self.ledger = [(noise, count) for noise, count in state["ledger"]]
         was, now = (state.get("drawn"), state.get("size")), (self._drawn.drawn, self._drawn.size)
         if self.ledger and was != now:
             raise FederationError(
@@ -244,10 +237,3 @@ class DPFedAvg(FedOpt):
                 f" and the current cohorts are {now[0]}, of {now[1]} clients: their privacy losses"
                 " cannot be added. Use the same sampler and number of clients per round"
             )
-
-
-def _is_entry(entry: Any) -> bool:
-    """Return True for a valid pair of a noise multiplier and a number of rounds."""
-    if not isinstance(entry, list | tuple) or [*map(type, entry)] != [float, int]:
-        return False
-    return bool(entry[0] >= 0 and entry[1] >= 0)

@@ -67,7 +67,6 @@ class QFedAvg(Aggregator):
 
     total: VectorSum
     curvature: VectorSum
-    buffers_total: VectorSum
     moments: VectorSum
     largest: Tensor
     smallest: Tensor
@@ -98,9 +97,7 @@ class QFedAvg(Aggregator):
 
     def allocate(self, server: Tensor) -> None:
         """Declare the sums of a round, and the scale of the losses."""
-        n = len(server[: self.num_parameters])
-        self.add_sum("total", n)
-        self.add_sum("buffers_total", len(server) - n)
+        self.add_sum("total", len(server))
         #: Sum of :math:`h_k`.
         self.add_sum("curvature", 1)
         #: Number of clients, sum of their losses, and of squared losses.
@@ -120,8 +117,7 @@ class QFedAvg(Aggregator):
             )
         self.require_extras(clients, loss_before=())
         losses = clients.extras["loss_before"].to(self.scale)
-        n = self.total.length
-        delta, ratio = clients.delta[:, :n].double(), self._lr / clients.lr.to(self.scale)
+        ratio = self._lr / clients.lr.to(self.scale)
         if not ratio.isfinite().all():
             raise FederationError(
                 f"{type(self).__name__} divides by learning rates, which must be positive, got"
@@ -129,10 +125,12 @@ class QFedAvg(Aggregator):
             )
         # Everything is multiplied by the common learning rate.
         weights, slopes = fair_weights(losses, self.q, self.scale, LARGEST)
+        rows = clients.delta.to(torch.float64, copy=True)
+        delta = rows[:, : self.num_parameters]
         squares = delta.square().sum(1) * ratio.square() / self._lr
-        add_rows(self.total, delta, weights * ratio)
+        delta *= (weights * ratio)[:, None]
+        add_rows(self.total, rows)
         add_rows(self.curvature, (slopes * squares + ratio * weights)[:, None])
-        add_rows(self.buffers_total, clients.delta[:, n:])
         add_rows(self.moments, torch.stack([torch.ones_like(losses), losses, losses**2], 1))
         self.largest = torch.maximum(self.largest, losses.max())
         self.smallest = torch.minimum(self.smallest, losses.min())
@@ -148,7 +146,10 @@ class QFedAvg(Aggregator):
         variance = max(squares / count - mean**2, 0.0)
         self.round_metrics = {"loss_mean": mean, "loss_variance": variance, "loss_max": largest}
         self.scale = self.scale.new_full((1,), max(largest, 1e-10))
-        move = torch.cat([sum_value(self.total) / curvature, sum_value(self.buffers_total) / count])
+        move = sum_value(self.total)
+        move[: self.num_parameters] /= curvature
+        if self.num_parameters is not None:
+            move[self.num_parameters :] /= count
         return (self.server + move).to(self.server.dtype)
 
     def _check(self, smallest: float, largest: float, curvature: Tensor) -> None:

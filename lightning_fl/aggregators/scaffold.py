@@ -8,19 +8,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.aggregators.local_solver import check_plain_sgd
+from lightning_fl.aggregators.fedavg import FedAvg
+from lightning_fl.aggregators.local_solver import check_constant_sizes, check_plain_sgd
 from lightning_fl.contracts.client_part import ClientContext, ClientPart, check_losses
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.contracts.update import ClientUpdate
-from lightning_fl.errors import FederationError
 from lightning_fl.functional.drift import next_control
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice, check_number
 
 
-class Scaffold(Aggregator):
+class Scaffold(FedAvg):
     r"""Correct the drift of clients with control variates (SCAFFOLD; Karimireddy et al., 2020).
 
     Algorithm 1. The server has a model :math:`x` and a control variate :math:`c`, each client a
@@ -74,9 +73,7 @@ class Scaffold(Aggregator):
     """
 
     control: Tensor
-    total: VectorSum
     change: VectorSum
-    weight: Tensor
 
     def __init__(
         self,
@@ -84,10 +81,9 @@ class Scaffold(Aggregator):
         lr: float = 1.0,
         weighting: Literal["uniform", "samples"] = "uniform",
     ) -> None:
-        super().__init__()
+        super().__init__(weighting)
         self.option = check_choice("option", option, "I", "II")
         self.lr = check_number("lr", lr, above=0)
-        self.weighting = check_choice("weighting", weighting, "uniform", "samples")
 
     def setup(self, federation: Federation) -> None:
         """Refuse local training that the option does not fit."""
@@ -95,11 +91,7 @@ class Scaffold(Aggregator):
         if self.option == "I":
             check_losses(self, federation.module)
         self._check_solver()
-        if self.weighting == "samples" and getattr(federation.data, "stream_steps", 1) > 1:
-            raise FederationError(
-                f"{type(self).__name__}(weighting='samples') needs clients of a constant size, and"
-                " the data module has stream_steps: set weighting='uniform'"
-            )
+        check_constant_sizes(self, self.weighting, federation)
 
     def _check_solver(self) -> None:
         if self.option == "II" and self.federation is not None:
@@ -111,11 +103,10 @@ class Scaffold(Aggregator):
 
     def allocate(self, server: Tensor) -> None:
         """Declare the sums of a round, and the control variate of the server."""
-        n = len(server[: self.num_parameters])
-        self.add_sum("total", len(server))
-        self.add_sum("change", n)
-        self.add_counts("weight")
-        self.register_buffer("control", torch.zeros_like(server[:n]).double())
+        super().allocate(server)
+        parameters = server[: self.num_parameters]
+        self.add_sum("change", len(parameters))
+        self.register_buffer("control", torch.zeros_like(parameters).double())
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Send the control variate of the server."""
@@ -125,17 +116,13 @@ class Scaffold(Aggregator):
     def update(self, clients: ClientUpdate) -> None:
         """Add the moves and the changes of control variates to their sums."""
         self.require_extras(clients, control_change=tuple(self.control.shape))
-        weights = clients.num_samples.to(self.weight)
-        if self.weighting == "uniform":
-            weights = torch.ones_like(weights)
-        add_rows(self.total, clients.delta, weights)
-        add_rows(self.change, clients.extras["control_change"], weights)
-        self.weight += weights.sum()
+        super().update(clients)
+        add_rows(self.change, clients.extras["control_change"], self._weights(clients))
 
     def compute(self) -> Tensor:
         """Return the next model, and move the control variate of the server."""
         self.control = self.control + sum_value(self.change) / self._weight_of_all()
-        move = sum_value(self.total) / self.weight.clamp(min=1)
+        move = self._mean()
         move[: len(self.control)] *= self.lr
         return (self.server + move).to(self.server.dtype)
 
@@ -143,13 +130,6 @@ class Scaffold(Aggregator):
         """End a round: the control variate moves even where the model is kept."""
         model: Tensor = self.compute()
         return model if returned >= min_clients else None
-
-    def _weight_of_all(self) -> float:
-        federation = self.known_federation
-        if self.weighting == "uniform":
-            return federation.num_clients
-        assert federation.num_samples is not None
-        return float(federation.num_samples.sum())
 
     def metrics(self) -> dict[str, float]:
         """Return the norm of the server's control variate, an estimate of the gradient's."""

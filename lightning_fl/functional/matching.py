@@ -22,14 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
-
-from lightning_fl.errors import FederationError
-from lightning_fl.options import check_choice
 
 #: Number of elements to process at once, limited by the CPU cache.
 PIECE = 2**18
@@ -334,9 +330,8 @@ class _State:
 
     def begin(self, start: Sequence[Tensor | None], order: Sequence[int]) -> None:
         """Assign clients with a start, and place the others in the given order."""
-        for client, (atoms, values) in enumerate(zip(start, self.values, strict=True)):
+        for client, atoms in enumerate(start):
             if atoms is not None:
-                _check_start(client, atoms, len(values))
                 self.add(client, atoms)
         self.drop_empty()
         for client in order:
@@ -354,23 +349,6 @@ class _State:
         atoms[fresh] = len(self.counts) + torch.arange(int(fresh.sum()))
         self.add(client, atoms)
 
-    def replace(self, client: int) -> None:
-        """Remove a client, and match it again."""
-        self.remove(client)
-        self.place(client)
-
-    def improve(self, client: int) -> None:
-        """Match a client again, and keep the result if it increases the objective.
-
-        The increase must exceed rounding errors; otherwise they would determine the atom order.
-        """
-        before, value = dict(vars(self)), self.objective()
-        for name in ("sums", "precisions", "counts", "terms"):  # modified in place
-            before[name] = before[name].clone()
-        self.replace(client)
-        if self.objective() <= value + 1e-9 * abs(value):
-            vars(self).update(before)
-
 
 def match(
     prior: Process,
@@ -381,7 +359,6 @@ def match(
     start: Sequence[Tensor | None] | None = None,
     generator: torch.Generator | None = None,
     past: Posterior | None = None,
-    accept: Literal["always", "improvement"] = "always",
 ) -> Matching:
     """Match the neurons of several clients (Yurochkin et al., 2019, section 3.1).
 
@@ -403,16 +380,9 @@ def match(
         generator: Generator of the orders. None uses the default generator of torch.
         past: Posterior after the previous steps of a stream, :meth:`Posterior.before` in the first
             step. None without a stream.
-        accept: ``always`` accepts every new assignment (the paper and the authors' program).
-            ``improvement`` accepts it only if it increases the objective, which then never
-            decreases.
 
     Returns:
         The matching.
-
-    Raises:
-        FederationError: If ``accept`` is invalid, ``orders`` do not contain all clients, or
-            ``start`` does not assign a distinct atom to each neuron.
 
     Example:
         >>> prior = Process(torch.zeros(1), torch.full((1,), 0.1), clients=2)
@@ -421,8 +391,6 @@ def match(
         >>> matching.assignments, len(matching.atoms)
         ([tensor([1, 0]), tensor([0, 1, 2])], 3)
     """
-    check_choice("accept", accept, "always", "improvement")
-    _check_orders(orders, len(values), sweeps)
     state, clients = _State(prior, values, own, past), range(len(values))
     widest = sorted(clients, key=lambda client: -len(values[client]))
     state.begin(start or [None] * len(values), widest if orders is None else orders[0])
@@ -433,29 +401,10 @@ def match(
         else:
             order = list(orders[sweep + 1])
         for client in order:
-            (state.replace if accept == "always" else state.improve)(client)
+            state.remove(client)
+            state.place(client)
         history.append(state.objective())
     after = Posterior(state.sums, state.precisions, state.uses(), state.past.steps + 1)
     return Matching(
         state.all_assignments(), state.sums, state.precisions, state.counts, history, after
     )
-
-
-def _check_orders(orders: Sequence[Sequence[int]] | None, clients: int, sweeps: int) -> None:
-    """Raise an error if orders are too few or do not contain all clients."""
-    if orders is not None and (
-        len(orders) <= sweeps or any(sorted(order) != list(range(clients)) for order in orders)
-    ):
-        raise FederationError(
-            f"orders must contain an order of the {clients} clients (indices from 0) for the greedy"
-            f" pass and for each of {sweeps} sweeps, got {orders}"
-        )
-
-
-def _check_start(client: int, atoms: Tensor, neurons: int) -> None:
-    """Raise an error if a start is not a valid assignment."""
-    if atoms.shape != (neurons,) or len(atoms.unique()) < neurons or int(atoms.min()) < 0:
-        raise FederationError(
-            f"start must assign a distinct atom (index from 0) to each of the {neurons} neurons of"
-            f" client {client}, got {atoms.tolist()}"
-        )

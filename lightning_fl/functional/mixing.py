@@ -102,24 +102,17 @@ def check_mixing(weights: Tensor) -> None:
     Example:
         >>> check_mixing(torch.full((3, 3), 1 / 3))
     """
-    name = "mixing_matrix"
-    if weights.ndim != 2 or len(weights) != weights.shape[1]:
-        raise FederationError(f"{name} must be square, got {list(weights.shape)}")
-    if not weights.isfinite().all() or (weights < 0).any():
-        raise FederationError(f"{name} must be finite and at least 0, got {weights.min()}")
-    sums = weights.sum(1)
-    if (off := (sums - 1).abs()).max() > 1e-6:
-        row = int(off.argmax())
-        raise FederationError(f"{name} must have rows that sum to 1, row {row} has {sums[row]}")
-    if (weights - weights.mT).abs().max() > 1e-6:
-        raise FederationError(
-            f"{name} must be symmetric to preserve the mean: the transpose differs by"
-            f" {(weights - weights.mT).abs().max()}"
-        )
-    if not is_connected(weights > 0):
-        raise FederationError(f"{name} must connect all clients: its graph is not connected")
-    values = torch.linalg.eigvalsh(weights.double())
-    if len(values) > 1 and values[0] < -1 + 1e-9:
-        raise FederationError(
-            f"{name} oscillates between two groups of clients: use positive weights on the diagonal"
-        )
+    if weights.ndim != 2 or len(weights) != weights.shape[1] or not weights.isfinite().all():
+        raise FederationError(f"mixing_matrix must be square and finite, got {weights.tolist()}")
+    rules = {
+        "be at least 0": bool((weights >= 0).all()),
+        "have rows that sum to 1": float((weights.sum(1) - 1).abs().max()) <= 1e-6,
+        "be symmetric, which preserves the mean": float((weights - weights.mT).abs().max()) <= 1e-6,
+        "connect all clients": is_connected(weights > 0),
+        "have positive weights on the diagonal: it oscillates between two groups of clients": (
+            len(weights) < 2 or float(torch.linalg.eigvalsh(weights.double())[0]) >= -1 + 1e-9
+        ),
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise FederationError(f"mixing_matrix must {rule}, got {weights.tolist()!s:.200}")

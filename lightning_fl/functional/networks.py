@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.matching import Matching, Posterior, Process, match
-from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.options import check_integer, check_number
 
 Layers = Sequence[tuple[Tensor, Tensor]]
 #: Orders of clients, for the greedy pass and then for each sweep.
@@ -101,7 +100,6 @@ class MatchingOptions:
         max_width: Width of a hidden layer from which a client may add only one neuron (``most`` of
             :class:`~lightning_fl.functional.matching.Process`).
         sweeps: See :func:`~lightning_fl.functional.matching.match`.
-        accept: See :func:`~lightning_fl.functional.matching.match`.
 
     Raises:
         FederationError: If an option is out of range.
@@ -119,7 +117,6 @@ class MatchingOptions:
     cap: int | None = None
     max_width: int | None = None
     sweeps: int = 5
-    accept: Literal["always", "improvement"] = "always"
 
     def __post_init__(self) -> None:
         check_number("client_variance", self.client_variance, above=0)
@@ -130,7 +127,6 @@ class MatchingOptions:
         check_integer("cap", self.cap, min=1, optional=True)
         check_integer("max_width", self.max_width, min=1, optional=True)
         check_integer("sweeps", self.sweeps, min=0)
-        check_choice("accept", self.accept, "always", "improvement")
 
     def prior(self, clients: int, size: int) -> Process:
         """Return the prior over neurons with the bias as the first coordinate.
@@ -156,7 +152,7 @@ def match_networks(
     class_counts: Tensor | None = None,
     options: MatchingOptions = DOWNWARDS,
     *,
-    orders: Orders | Sequence[Orders] | None = None,
+    orders: Orders | None = None,
     start: Sequence[Sequence[Tensor | None]] | None = None,
     generator: torch.Generator | None = None,
     past: NetworkPosterior | None = None,
@@ -173,9 +169,8 @@ def match_networks(
         class_counts: Samples per client and class :math:`n`, ``[J, K]``. None gives all clients
             equal weight.
         options: Options of the matching.
-        orders: Orders of clients, see :func:`~lightning_fl.functional.matching.match`: a list for
-            each hidden layer, the lowest first, or one list for all layers. None draws separate
-            orders for each layer.
+        orders: Orders of clients in each hidden layer; see
+            :func:`~lightning_fl.functional.matching.match`. None draws separate orders for each.
         start: Initial assignments of each hidden layer and client, the lowest layer first; see
             :func:`~lightning_fl.functional.matching.match`.
         generator: See :func:`~lightning_fl.functional.matching.match`.
@@ -184,7 +179,7 @@ def match_networks(
 
     Raises:
         FederationError: If the networks are incompatible with each other or not finite, a class has
-            no samples (except in a stream), or ``orders`` do not match clients and layers.
+            no samples (except in a stream).
 
     Example:
         >>> def one(*neurons):  # of one input and one output: weights in, bias, weights out
@@ -196,7 +191,6 @@ def match_networks(
         ([2], [tensor([0]), tensor([1, 0])])
     """
     nets = _checked(networks)
-    each_orders = _of_each_layer(orders, len(nets[0]) - 1)
     share = _shares(class_counts, len(nets), len(nets[0][-1][1]), past is not None)
     top, total = _softmax_bias(nets, share, options, None if past is None else past.bias)
     layers = [(torch.empty(0), top / total)]
@@ -209,10 +203,7 @@ def match_networks(
         before = None if past is None else _before(past, layer, prior, end)
         own = [t / options.client_variance for t in trust]
         begun = None if start is None else start[layer]
-        sweeps, order = options.sweeps, each_orders[layer]
-        matching = match(
-            prior, values, own, sweeps, order, begun, generator, before, options.accept
-        )
+        matching = match(prior, values, own, options.sweeps, orders, begun, generator, before)
         matchings.insert(0, matching)
         atoms = matching.atoms
         above = atoms[:, 1:end].unflatten(1, (width, *kernel)).movedim(0, 1)
@@ -227,7 +218,7 @@ def match_upwards(
     class_counts: Tensor | None = None,
     options: MatchingOptions = UPWARDS,
     *,
-    orders: Orders | Sequence[Orders] | None = None,
+    orders: Orders | None = None,
     generator: torch.Generator | None = None,
     known: Sequence[Sequence[Tensor]] = (),
 ) -> MatchedNetwork:
@@ -251,7 +242,6 @@ def match_upwards(
         FederationError: See :func:`match_networks`.
     """
     nets = _checked(networks)
-    each_orders = _of_each_layer(orders, len(nets[0]) - 1)
     share = _shares(class_counts, len(nets), len(nets[0][-1][1]))
     layers: list[tuple[Tensor, Tensor]] = []
     matchings: list[Matching] = []
@@ -265,8 +255,8 @@ def match_upwards(
         prior = options.prior(len(nets), values[0].shape[1])
         own = [torch.full_like(prior.mean, 1 / options.client_variance)] * len(nets)
         begun = known[layer] if layer < len(known) else None
-        sweeps, order = 0 if begun else options.sweeps, each_orders[layer]
-        matching = match(prior, values, own, sweeps, order, begun, generator, accept=options.accept)
+        sweeps = 0 if begun else options.sweeps
+        matching = match(prior, values, own, sweeps, orders, begun, generator)
         matchings.append(matching)
         atoms = matching.atoms if begun is None else _given(values, matching)
         layers.append((atoms[:, 1:].unflatten(1, (-1, *kernel)), atoms[:, 0]))
@@ -369,22 +359,6 @@ def _checked(networks: Sequence[Layers]) -> list[list[tuple[Tensor, Tensor]]]:
     return nets
 
 
-def _of_each_layer(
-    orders: Orders | Sequence[Orders] | None, layers: int
-) -> Sequence[Orders | None]:
-    """Return the orders of each hidden layer."""
-    if orders is None:
-        return [None] * layers
-    if isinstance(orders[0][0], int):
-        return [cast("Orders", orders)] * layers
-    if len(orders) != layers:
-        raise FederationError(
-            f"orders must contain one list per hidden layer ({layers}), the lowest first, or be a"
-            f" single list for all layers, got {len(orders)} lists"
-        )
-    return cast("Sequence[Orders]", orders)
-
-
 def _shares(
     class_counts: Tensor | None, clients: int, classes: int, may_lack: bool = False
 ) -> Tensor:
@@ -406,34 +380,24 @@ def _shares(
 
 
 def _check_networks(nets: Sequence[Layers]) -> None:
-    """Raise an error if networks cannot be matched with each other."""
+    """Raise an error if networks differ in more than their widths, or are not finite."""
+    outlines = [_outline(net) for net in nets]
     if not nets or len(nets[0]) < 2:
         raise FederationError("matching requires networks with at least one hidden layer")
-    first = nets[0]
-    for client, net in enumerate(nets):
-        if len(net) != len(first):
+    for client, (net, outline) in enumerate(zip(nets, outlines, strict=True)):
+        if outline != outlines[0]:
             raise FederationError(
-                f"client {client} has a network of {len(net)} layers, client 0 of {len(first)}:"
-                " all networks must have the same depth"
+                f"client {client} has a network with {outline}, client 0 with {outlines[0]}: only"
+                " the widths of hidden layers may differ"
             )
-        for what, own, other in (
-            ("inputs", net[0][0].shape[1], first[0][0].shape[1]),
-            ("classes", len(net[-1][1]), len(first[-1][1])),
-        ):
-            if own != other:
-                raise FederationError(
-                    f"client {client} has a network of {own} {what}, client 0 of {other}: all"
-                    " networks must have the same inputs and classes"
-                )
-        for layer, (weight, bias) in enumerate(net):
-            if weight.shape[2:] != first[layer][0].shape[2:]:
-                raise FederationError(
-                    f"layer {layer} of client {client} has kernels of {tuple(weight.shape[2:])},"
-                    f" of client 0 {tuple(first[layer][0].shape[2:])}: all networks must have the"
-                    " same kernel sizes"
-                )
-            if not (weight.isfinite().all() and bias.isfinite().all()):
-                raise FederationError(
-                    f"layer {layer} of client {client} has non-finite weights: use a lower learning"
-                    " rate, or exclude the client"
-                )
+        if not all(tensor.isfinite().all() for layer in net for tensor in layer):
+            raise FederationError(
+                f"the network of client {client} has non-finite weights: use a lower learning rate,"
+                " or exclude the client"
+            )
+
+
+def _outline(net: Layers) -> str:
+    """Return what all networks must have in common."""
+    kernels = [tuple(weight.shape[2:]) for weight, _ in net]
+    return f"{net[0][0].shape[1]} inputs, {len(net[-1][1])} classes and the kernels {kernels}"

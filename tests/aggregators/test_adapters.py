@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adapted import PAIRS, Adapted
-from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl import ClientModule
 from lightning_fl.aggregators import FedAvg, FlexLoRA, Staged, ZeroPadding
 from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.functional.low_rank import draw_ranks
@@ -16,12 +16,6 @@ from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 
 RANKS = [1, 2, 4, 3, 4]
-RULES = {
-    "FlexLoRA": FlexLoRA,
-    "ZeroPadding": ZeroPadding,
-    "by norm": lambda ranks=None: ZeroPadding(ranks, "norm"),
-}
-every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 OPTIMIZERS = {
     "SGD": None,
     "Adam": lambda ps: torch.optim.Adam(ps, lr=0.05, weight_decay=0.1),
@@ -50,15 +44,6 @@ def run(fit, data):
         return module, loop
 
     return run
-
-
-def vectorized(module):
-    return VectorizedClients(module, group_size=2, compile=False)
-
-
-def assert_same(one, other, atol):
-    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(q, p, rtol=0, atol=atol, msg=name)
 
 
 # --- ranks and cut models -------------------------------------------------------------------------
@@ -195,24 +180,6 @@ def embedding():
 def test_modules_that_do_not_fit_are_refused(run, make, words):
     with pytest.raises(FederationError, match=words):
         run(FlexLoRA(2), make(), rounds=1)
-
-
-@pytest.mark.parametrize("wrap", [lambda m: m, vectorized])
-def test_training_beyond_the_rank_is_refused(run, wrap):
-    class Noisy(torch.optim.SGD):
-        federated_elementwise = True
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            loss = super().step(closure)
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p += 0.01
-            return loss
-
-    module = Adapted(optimizer=lambda ps: Noisy(ps, lr=0.1))
-    with pytest.raises(FederationError, match="Adapted changed adapters beyond the rank"):
-        run(ZeroPadding(RANKS), module, wrap=wrap, rounds=1)
 
 
 def test_a_client_that_diverges_is_dropped(run):

@@ -1,7 +1,6 @@
 """FedBuff and FedAsync against plain programs; the synchronous limit, resuming, refusals."""
 
 import copy
-import shutil
 import warnings
 from collections import deque
 
@@ -254,52 +253,17 @@ def test_with_equal_durations_it_is_synchronous_averaging_bit_for_bit(
             assert row["virtual_time"] == pytest.approx(expected["virtual_time"], rel=1e-6)
 
 
-class KilledError(Exception):
-    pass
-
-
-class Kill(ClientFaults):
-    """Ends a fit in the middle of a round."""
-
-    at = None
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if (trainer.current_epoch, batch_idx) == self.at:
-            raise KilledError
-
-    @property
-    def state_key(self):
-        return "ClientFaults"
-
-
-@pytest.mark.parametrize("rule", [FedBuff, FedAsync])
-def test_a_killed_run_resumes_bit_for_bit(run, tmp_path, rule):
-    size = 2 if rule is FedBuff else 1
-    folder, other = str(tmp_path / "parts"), str(tmp_path / "whole")
-    whole, loop = run(rule(), size, Kill(**UNEVEN), callbacks=[RoundCheckpoint(other)])
-    dying = Kill(**UNEVEN)
-    dying.at = 4, 1
-    with pytest.raises(KilledError):
-        run(rule(), size, dying, callbacks=[RoundCheckpoint(folder)])
-    last = f"{folder}/last.ckpt"
-    shutil.copy(last, tmp_path / "killed.ckpt")
+def test_another_clock_cannot_resume(run, tmp_path):
+    """It needs models that were not kept."""
+    keep = [RoundCheckpoint(str(tmp_path))]
+    run(FedBuff(), 2, ClientFaults(**UNEVEN), rounds=4, callbacks=keep)
+    last = str(tmp_path / "last.ckpt")
     state = torch.load(last, weights_only=True)["callbacks"]["FederatedLoop"]["aggregator"]
-    assert len(state["models"]) == len(state["versions"]) == loop.kept[3] > 0
-    resumed, again = run(
-        rule(), size, Kill(**UNEVEN), callbacks=[RoundCheckpoint(folder)], ckpt=last
-    )
-    assert torch.equal(vector(whole), vector(resumed))
-    assert [{**row, "val_loss": 0} for row in again.rows] == [
-        {**row, "val_loss": 0} for row in loop.rows
-    ]
-    for name, tensor in loop.aggregator.state_dict().items():
-        assert torch.equal(again.aggregator.state_dict()[name], tensor)
-    # Another clock needs models that were not kept.
-    shutil.copy(tmp_path / "killed.ckpt", last)
+    assert len(state["models"]) == len(state["versions"]) > 0
     with pytest.raises(
         FederationError, match=r"ended after .* s there, and after .* s here. To resume"
     ):
-        run(rule(), size, Kill(), callbacks=[RoundCheckpoint(folder)], ckpt=last)
+        run(FedBuff(), 2, ClientFaults(), callbacks=keep, ckpt=last)
 
 
 def test_earlier_models_are_dropped_when_their_last_client_has_arrived(run):
@@ -320,6 +284,27 @@ def test_outside_of_a_round_clients_start_from_the_current_model(run):
     loop.aggregator.start(server)
     assert torch.equal(loop.aggregator.models_for(torch.arange(9)), server.expand(9, -1))
     assert not loop.aggregator.rejected(torch.arange(9))
+
+
+def test_momentum_by_hand():
+    """Two parameters, of which the second is trained in the first round only, and a buffer."""
+    rule = FedBuff(lr=2.0, momentum=0.5)
+    layout = VectorLayout({"w": torch.Size([2]), "mean": torch.Size([1])}, num_parameters=2)
+    rule.setup(Federation(4, Cohort(2, 4), layout))
+    server, found = torch.zeros(3), []
+    masks = torch.tensor([[True, True], [True, False], [True, False]])
+    for mask, move in zip(masks, ([1.0, 2.0, 3.0], [4.0, 0.0, 0.0], [0.0] * 3), strict=True):
+        rule.start(server, mask)
+        delta = torch.tensor([move, move])
+        rule.update(ClientUpdate(torch.arange(2), delta, torch.ones(2)))
+        server = rule.compute()
+        found.append(server.tolist())
+    # Velocities 1, 4.5 and 2.25 of the first, and 2 of the second.
+    assert found == [[2, 4, 3], [11, 4, 3], [15.5, 4, 3]]
+    rule.start(server)
+    assert torch.equal(rule.compute(), server)  # nobody returned
+    with pytest.raises(FederationError, match=r"momentum must be a number in \[0, 1\), got 1.0"):
+        FedBuff(momentum=1.0)
 
 
 def test_buffers_stay_between_those_of_the_server_and_of_the_clients():

@@ -1,15 +1,12 @@
 """What every server rule keeps to; a new one earns these tests with one row."""
 
 import copy
-import os
 import pickle
-import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
-from forks import Started
 from lightning_fl.aggregators import (
     AFL,
     ClusteredFL,
@@ -71,7 +68,7 @@ RULES = {
     "FedPIDAvg": FedPIDAvg,
     "ClusteredFL": ClusteredFL,
     "ClusteredFL(splits)": lambda: ClusteredFL(eps1=99.0, eps2=0.0, warmup=0),
-    "Gossip": lambda: Gossip("ring", num_clients=20),
+    "Gossip": lambda: of_twenty(Gossip("ring")),
     "CoordinateMedian": CoordinateMedian,
     "TrimmedMean": TrimmedMean,
     "Krum": Krum,
@@ -270,76 +267,3 @@ def test_nothing_of_a_client_stays_in_memory(make):
         tensors = [*rule.metric_state.values(), *rule.buffers()]
         sizes.append(sum(t.numel() for t in tensors))
     assert sizes[0] == sizes[1]
-
-
-# --- several processes ----------------------------------------------------------------------------
-
-#: Which process each client of a round returns to, modulo their number; None loses the client.
-SHARES = [
-    [0, 0, 0, 0, 0],  # the others are idle
-    [2, 1, 0, 1, 2],
-    [1, None, 1, 1, None],  # a process loses all of its clients
-    [None, None, None, None, None],
-    [2, 2, 2, 2, 2],
-]
-
-
-def rounds_of_a_process(rank=0, world_size=1, group=None):
-    """Return what each rule makes of some rounds, on one process of several or on one alone."""
-    found = {}
-    for name, make in RULES.items():
-        rule, server = make(), problem()[0]
-        for part in rule.modules():
-            part.process_group = group
-        servers = []
-        for seed, shares in enumerate(SHARES):
-            _, update = problem(seed=seed)
-            rule.start(server)
-            for client, share in enumerate(shares):
-                if share is not None and share % world_size == rank:
-                    rule.update(rows(update, [client]))
-            server = rule.compute()
-            servers.append(server)
-        # The state in plain tensors: what a checkpoint of any process would hold.
-        found[name] = servers, {k: v for k, v in rule.state_dict().items() if torch.is_tensor(v)}
-    return found
-
-
-def run_process(folder):
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    torch.distributed.init_process_group("gloo", f"file://{folder}/all", rank=rank, world_size=3)
-    two = torch.distributed.new_group([0, 1])
-    found = {3: rounds_of_a_process(rank, 3)}
-    if rank < 2:
-        found[2] = rounds_of_a_process(rank, 2, two)
-    torch.save(found, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def on_processes(tmp_path_factory):
-    """What each process of 2 and of 3 found, for every rule, from one start of three processes."""
-    folder = tmp_path_factory.mktemp("contract")
-    codes, output = Started(3, folder / "output", run_process, folder).finish()
-    assert not any(codes), output
-    ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(3)]
-    return {n: [rank[n] for rank in ranks[:n]] for n in (2, 3)}
-
-
-@pytest.fixture(scope="module")
-def on_one_process():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return rounds_of_a_process()
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_processes_without_clients_do_not_change_a_bit(on_processes, on_one_process, name):
-    servers, state = on_one_process[name]
-    assert not torch.equal(servers[0], servers[1])
-    for found in (found[name] for group in on_processes.values() for found in group):
-        assert all(map(torch.equal, found[0], servers))
-        assert found[1].keys() == state.keys()
-        assert all(torch.equal(found[1][key], state[key]) for key in state)

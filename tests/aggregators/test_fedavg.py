@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.contracts.context import Federation
-from lightning_fl.functional import weighted_mean
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 numbers = st.floats(-1e6, 1e6)
@@ -78,48 +77,6 @@ def test_it_is_numpys_average(round):
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-7, rtol=1e-12)
     uniform = fedavg(server, models, samples, weighting="uniform")
     np.testing.assert_allclose(uniform.numpy(), models.numpy().mean(0), atol=1e-7, rtol=1e-12)
-
-
-@settings(max_examples=60, deadline=None)
-@given(rounds(), st.sampled_from(["samples", "uniform"]))
-def test_it_lies_between_the_clients(round, weighting):
-    server, models, samples = round
-    found = fedavg(server, models, samples, weighting=weighting)
-    assert (found >= models.min(0).values - 1e-7).all()
-    assert (found <= models.max(0).values + 1e-7).all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(rounds(), st.integers(1, 1000))
-def test_only_the_ratio_of_weights_counts(round, factor):
-    server, models, samples = round
-    found = fedavg(server, models, samples * factor)
-    torch.testing.assert_close(found, fedavg(server, models, samples), atol=1e-7, rtol=1e-12)
-
-
-@settings(max_examples=30, deadline=None)
-@given(rounds())
-def test_equal_weights_are_uniform_weighting(round):
-    server, models, _ = round
-    same = torch.full((len(models),), 7)
-    uniform = fedavg(server, models, torch.arange(len(models)) + 1, weighting="uniform")
-    torch.testing.assert_close(fedavg(server, models, same), uniform, atol=1e-7, rtol=1e-12)
-
-
-def test_it_is_the_papers_algorithm():
-    """McMahan et al. (2017), Algorithm 1, with n_k / n over the clients of the round."""
-    generator = torch.Generator().manual_seed(0)
-    server = torch.randn(5, generator=generator, dtype=torch.float64)
-    rule = FedAvg()
-    for t in range(3):
-        models = torch.randn(4, 5, generator=generator, dtype=torch.float64)
-        samples = torch.tensor([1, 2, 3, 4 + t])
-        rule.start(server)
-        for client in range(4):
-            delta = models[client : client + 1] - server
-            rule.update(ClientUpdate(torch.tensor([client]), delta, samples[client : client + 1]))
-        server = rule.compute()
-        torch.testing.assert_close(server, weighted_mean(models, samples), atol=1e-14, rtol=0)
 
 
 def test_half_precision_is_summed_in_double():

@@ -145,31 +145,6 @@ def test_clients_that_take_steps_reach_the_optimum_which_fedavg_misses(fit):
     assert distance(FedAvg("uniform")) > 0.1
 
 
-def test_with_everybody_the_vector_of_the_server_is_the_mean_of_the_clients(fit):
-    rule = FedDyn(0.1)
-    loop = fit(module(), FederatedLoop(rule, Uneven(), seed=1), samples())
-    own = torch.stack([rows["part.0.gradient"] for rows in loop.store.rows.values()])
-    torch.testing.assert_close(rule.h, own.mean(0), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_vectorized_clients_give_the_same(fit, monkeypatch, compiled):
-    if compiled:  # a graph that includes the update of SGD knows no regularizer
-        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-
-    def run(wrap):
-        made, rule = module(), FedDyn(0.3, "samples")
-        policy = Schedule(num_steps=3) if compiled else Uneven()
-        loop = FederatedLoop(rule, policy, seed=1, clients_per_round=4)
-        fit(wrap(made), loop, samples(), rounds=3)
-        return vector(made), rule.h
-
-    one = run(lambda m: m)
-    other = run(lambda m: VectorizedClients(m, 2 + (not compiled), compile=compiled))
-    for found, expected in zip(other, one, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.filterwarnings("ignore:.*dropped")
 def test_a_dropped_client_keeps_its_vector_and_counts_in_the_divisor_of_h_only(fit):
     rule = FedDyn(0.1)

@@ -95,17 +95,6 @@ def test_with_equal_steps_it_is_fedavg(fit, momentum):
     torch.testing.assert_close(vector(one[0]), vector(other[0]), rtol=0, atol=1e-13)
 
 
-def test_one_client_is_fedavg(fit):
-    one, other = (
-        (
-            made := module(),
-            fit(made, FederatedLoop(rule, Uneven(), seed=1, clients_per_round=1), samples()),
-        )[0]
-        for rule in (FedNova(), FedAvg())
-    )
-    torch.testing.assert_close(vector(one), vector(other), rtol=0, atol=1e-13)
-
-
 def test_buffers_are_averaged_without_normalization(fit):
     """BatchNorm's running mean after one round: the samples' weights, not those of steps."""
     one, other = (

@@ -1,12 +1,23 @@
 """Optimizers on the server: by hand, in their limit cases, saved, in a federation."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
-from lightning_fl.aggregators import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedOpt, FedYogi
+from lightning_fl.aggregators import (
+    Downpour,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedNova,
+    FedOpt,
+    FedYogi,
+)
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.optimizers import Adaptive
@@ -21,8 +32,9 @@ def rounds(rule, count, server=None, seed=0):
     found = []
     for _ in range(count):
         delta = torch.randn(4, 3, generator=random, dtype=torch.float64)
+        samples, steps = torch.tensor([1, 2, 3, 4]), torch.ones(4)
         rule.start(server)
-        rule.update(ClientUpdate(torch.arange(4), delta, torch.tensor([1, 2, 3, 4])))
+        rule.update(ClientUpdate(torch.arange(4), delta, samples, num_steps=steps))
         server = rule.compute()
         found.append(server)
     return found
@@ -142,6 +154,76 @@ def test_a_resumed_run_has_the_options_that_are_given_now():
         other.load_state_dict(before.state_dict())
 
 
+def resumed(make, rule, server):
+    """A rule that goes on from the state of another one."""
+    again = make()
+    again.start(server)
+    again.load_state_dict(copy.deepcopy(rule.state_dict()))
+    return again
+
+
+def test_a_resumed_run_has_the_rate_and_the_counters_of_its_groups():
+    class Counts(torch.optim.SGD):
+        """Decays its rate by a counter that it keeps in its group."""
+
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                group["steps"] = group.get("steps", 0) + 1
+                group["lr"] *= 0.5 ** group["steps"]
+
+    make = partial(FedOpt, partial(Counts, lr=1.0, momentum=0.9))
+    rule = make()
+    server = rounds(rule, 2)[-1]
+    again = resumed(make, rule, server)
+    close(rounds(again, 2, server, seed=1), rounds(rule, 2, server, seed=1))
+    assert again._optimizer.param_groups[0]["steps"] == 4
+
+
+SCHEDULE = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(FedOpt, partial(torch.optim.SGD, lr=0.5), scheduler=SCHEDULE),
+        partial(FedAvgM, 0.5, 0.0, scheduler=SCHEDULE),
+        partial(FedNova, partial(torch.optim.SGD, lr=0.5), scheduler=SCHEDULE),
+    ],
+)
+def test_a_schedule_changes_the_rate_round_by_round(make):
+    rule, server, expected = make(), torch.zeros(3, dtype=torch.float64), []
+    for lr, mean in zip((0.5, 0.5, 0.05, 0.05), means(4), strict=True):
+        server = server + lr * mean
+        expected.append(server)
+    found = rounds(rule, 4)
+    close(found, expected)
+    assert rule.metrics() == {"server_lr": pytest.approx(0.05)}
+    assert "StepLR(step_size=2, gamma=0.1" in describe(rule)
+    whole = rounds(rule, 2, found[-1], seed=1)
+    first = make()
+    rounds(first, 4)
+    close(rounds(resumed(make, first, found[-1]), 2, found[-1], seed=1), whole)
+
+
+def test_a_schedule_of_downpour_counts_rounds_and_not_steps():
+    rule = Downpour(partial(torch.optim.SGD, lr=0.5), SCHEDULE)
+    found = rounds(rule, 3)
+    moves = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(found[0], 0.5 * moves.sum(0))
+    assert rule.metrics() == {"server_lr": pytest.approx(0.05)}
+
+
+def test_a_schedule_is_an_option_of_a_config():
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(FedAvg, "rule")
+    schedule = {"class_path": "StepLR", "init_args": {"step_size": 2}}
+    config = {"class_path": "FedAdam", "init_args": {"lr": 0.1, "scheduler": schedule}}
+    rule = parser.instantiate(parser.parse_object({"rule": config})).rule
+    rounds(rule, 3)
+    assert rule.metrics() == {"server_lr": pytest.approx(0.01)}
+
+
 def test_what_an_optimiser_is_belongs_to_the_options_of_a_run():
     one, two = (describe(FedOpt(partial(torch.optim.SGD, lr=lr))) for lr in (1.0, 0.1))
     assert "lr=1.0" in one
@@ -155,6 +237,10 @@ def test_what_an_optimiser_is_belongs_to_the_options_of_a_run():
         (lambda: FedOpt(partial(torch.optim.SGD, lr=-1.0)), "invalid server optimizer: Invalid"),
         (lambda: FedOpt(torch.optim.LBFGS), "invalid server optimizer: .*closure"),
         (lambda: FedAdam(tau=0.0), "must be a finite number greater than 0"),
+        (
+            lambda: FedOpt(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
+            "invalid server optimizer: .*metrics",
+        ),
     ],
 )
 def test_optimisers_that_cannot_be_used_are_refused_at_once(make, message):

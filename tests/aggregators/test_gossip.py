@@ -5,13 +5,19 @@ import torch
 
 from lightning_fl.aggregators import FedAvg, Gossip
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.contracts.context import Federation
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 PATH = [[0.7, 0.3, 0.0], [0.3, 0.4, 0.3], [0.0, 0.3, 0.7]]
 
 
+def of(count, rule):
+    rule.setup(Federation(count, Cohort(count, count)))
+    return rule
+
+
 def test_rounds_are_matrix_products_also_with_a_part_of_the_clients():
-    rule = Gossip(mixing_matrix=PATH)
+    rule = of(3, Gossip(mixing_matrix=PATH))
     w = torch.tensor(PATH, dtype=torch.float64)
     x, server = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     random = torch.Generator().manual_seed(0)
@@ -33,7 +39,7 @@ def test_rounds_are_matrix_products_also_with_a_part_of_the_clients():
 
 @pytest.mark.parametrize("graph", ["ring", "grid", "erdos_renyi", "complete"])
 def test_the_mean_moves_as_the_mean_of_updates_and_models_meet(graph):
-    rule, average = Gossip(graph, num_clients=6, seed=0), FedAvg("uniform")
+    rule, average = of(6, Gossip(graph, seed=0)), FedAvg("uniform")
     random, server = torch.Generator().manual_seed(0), torch.zeros(3, dtype=torch.float64)
     delta = torch.randn(6, 3, generator=random, dtype=torch.float64)
     update = ClientUpdate(torch.arange(6), delta, torch.arange(1, 7))
@@ -97,18 +103,13 @@ def test_wrong_options(options, words):
 def test_another_number_of_clients_and_none(fit, foreign):
     with pytest.raises(FederationError, match="has 3 clients, the federation has 4"):
         fit(foreign(), FederatedLoop(aggregator=Gossip(mixing_matrix=PATH), buffers="average"))
-    with pytest.raises(FederationError, match="Gossip requires num_clients"):
+    with pytest.raises(FederationError, match="Gossip requires the number of clients"):
         Gossip().start(torch.zeros(2))
 
 
 def test_a_graph_is_that_which_is_given_now():
-    before, after = Gossip("ring", num_clients=6), Gossip("complete", num_clients=6)
+    before, after = of(6, Gossip("ring")), of(6, Gossip("complete"))
     for rule in (before, after):
         rule.start(torch.zeros(2))
     after.load_state_dict(before.state_dict())
     assert (after.weights > 0).all()
-
-
-def test_a_number_of_clients_that_is_not_the_federations(fit, foreign, data):
-    with pytest.raises(FederationError, match="num_clients=3, the federation has 4"):
-        fit(foreign(), FederatedLoop(aggregator=Gossip(num_clients=3), buffers="average"), data())

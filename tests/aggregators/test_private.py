@@ -156,28 +156,20 @@ def test_epsilon_in_the_table_is_the_accountants(simulate, sampler, drawn):
     assert written == expected
 
 
-def test_a_resumed_run_has_spent_the_same(simulate, tmp_path):
+def test_a_resumed_run_adds_what_it_spends(simulate, tmp_path):
     def run(name, rounds, noise=1.0, **options):
         rule = DPFedAvg(noise, quantile=0.5, count_noise=2.0)
         kept = RoundCheckpoint(str(tmp_path / name))
         options = {"client_fraction": 0.5, "sampler": PoissonSampler(), "clients": 8, **options}
-        made, loop = simulate(
+        _, loop = simulate(
             kept, aggregator=rule, rounds=rounds, enable_checkpointing=True, **options
         )
-        return made, loop, rule
+        return loop, rule
 
-    whole, first, rule = run("whole", 3)
-    run("parts", 1)
-    last = str(tmp_path / "parts" / "last.ckpt")
-    parts, second, resumed = run("parts", 3, ckpt_path=last)
-    assert first.rows == second.rows
-    assert resumed.ledger == rule.ledger == [(1.0, 3)]
-    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
-        assert torch.equal(a, b)
     # Other noise is added up; other cohorts cannot be.
     run("other", 2)
     last = str(tmp_path / "other" / "last.ckpt")
-    _, third, rule = run("other", 4, 2.0, ckpt_path=last)
+    third, rule = run("other", 4, 2.0, ckpt_path=last)
     assert rule.ledger == [(1.0, 2), (2.0, 2)]
     cohort = Cohort(4, 8, "poisson")
     assert third.rows[-1]["epsilon"] == epsilon([(1.0, 2), (2.0, 2)], 8**-1.1, cohort)
@@ -185,16 +177,6 @@ def test_a_resumed_run_has_spent_the_same(simulate, tmp_path):
     last = str(tmp_path / "fixed" / "last.ckpt")
     with pytest.raises(FederationError, match="saved with poisson cohorts of 4 clients, and"):
         run("fixed", 4, ckpt_path=last, sampler=UniformSampler())
-
-
-@pytest.mark.parametrize(
-    "ledger", [None, 3, [[1.0]], [[1.0, 2.5]], [["1", 2]], [[-1.0, 2]], [[1.0, -2]]]
-)
-def test_a_ledger_that_is_none_is_refused(ledger):
-    rule = started(torch.zeros(1))
-    state = {**rule.get_extra_state(), "ledger": ledger}
-    with pytest.raises(FederationError, match="it must contain pairs of a noise multiplier and"):
-        rule.set_extra_state(state)
 
 
 def test_a_whole_number_of_noise_goes_on_from_a_checkpoint():

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl import ClientModule
 from lightning_fl.aggregators import FedAvg, QFedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
-from lightning_fl.federation.measures import Measures
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
@@ -87,26 +86,6 @@ def test_without_q_it_is_uniform_fedavg_bit_for_bit(fit, policy):
         torch.testing.assert_close(*found, rtol=0, atol=1e-15)
     else:
         assert torch.equal(*found)
-
-
-def test_vectorized_clients_give_the_same_and_evaluate_once(fit, monkeypatch):
-    calls, measured = [], Measures.client_losses
-
-    def counted(self, runner, clients, round):
-        calls.extend(clients)
-        return measured(self, runner, clients, round)
-
-    monkeypatch.setattr(Measures, "client_losses", counted)
-
-    def run(wrap):
-        made = module()
-        loop = FederatedLoop(QFedAvg(1.5), Uneven(), seed=1, clients_per_round=4)
-        fit(wrap(made), loop, samples(), rounds=3)
-        return vector(made)
-
-    one, other = run(lambda m: m), run(lambda m: VectorizedClients(m, 3, compile=False))
-    torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
-    assert len(calls) == 2 * 3 * 4
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped", "ignore:.*too few")

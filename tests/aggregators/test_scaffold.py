@@ -83,13 +83,6 @@ def test_the_first_round_is_uniform_fedavg(fit):
     assert first.rows[0]["bytes_down"] == 2 * second.rows[0]["bytes_down"]
 
 
-def test_with_everybody_the_servers_control_variate_is_the_mean_of_the_clients(fit):
-    rule = Scaffold()
-    loop = fit(module(), FederatedLoop(rule, Schedule(num_steps=3), seed=1), samples())
-    own = torch.stack([rows["part.0.control"] for rows in loop.store.rows.values()])
-    torch.testing.assert_close(rule.control, own.mean(0), rtol=0, atol=1e-13)
-
-
 def test_gradients_are_corrected_where_a_graph_would_make_the_update(fit, monkeypatch):
     """Plain SGD of whole groups is part of the compiled graph, which knows no correction."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -104,13 +97,6 @@ def test_gradients_are_corrected_where_a_graph_would_make_the_update(fit, monkey
     graphs = run(lambda m: VectorizedClients(m, 2, compile=True))
     for found, expected in zip(graphs, plain, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-class Uneven(Schedule):
-    """Steps and rates that differ from client to client."""
-
-    def sample(self, round, clients):
-        return {"num_steps": 1 + clients % 3, "lr": 0.1 + 0.02 * clients.double()}
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped")

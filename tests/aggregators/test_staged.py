@@ -13,9 +13,10 @@ from lightning_fl.aggregators import (
     Gossip,
     Staged,
 )
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.contracts.context import Federation
 from lightning_fl.policies import Schedule, StagedPolicy
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 
 def rounds(rule, deltas, server):
@@ -41,30 +42,11 @@ def test_stages_are_the_rules_one_after_another():
 def test_models_of_clients_begin_with_what_the_stage_before_has_left():
     random = torch.Generator().manual_seed(0)
     deltas = torch.randn(3, 4, 3, generator=random, dtype=torch.float64)
-    rule = Staged([2], [FedAvg(), Gossip("ring", num_clients=4)])
+    rule = Staged([2], [FedAvg(), Gossip("ring")])
+    rule.setup(Federation(4, Cohort(4, 4)))
     server = rounds(rule, deltas[:2], torch.zeros(3, dtype=torch.float64))
     rule.start(server)
     assert torch.equal(rule.models_for(torch.arange(4)), server.expand(4, -1))
-
-
-@pytest.mark.parametrize("half", [1, 2, 3])
-def test_a_resumed_federation_is_bit_equal(fit, foreign, flat, tmp_path, half):
-    def run(rounds, folder, **options):
-        module = foreign(optimizer="sgd")
-        rule = Staged([2], [FedAvgM(), FedAdam(lr=0.01)])
-        policy = StagedPolicy([2], [Schedule(local_epochs=2), Schedule(num_steps=1)])
-        options |= {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
-        loop = FederatedLoop(rule, policy, buffers="average", seed=0, client_fraction=0.5)
-        fit(module, loop, rounds=rounds, **options)
-        return flat(module), loop.rows
-
-    whole, rows = run(5, "whole")
-    run(half, "half")
-    again, resumed = run(5, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
-    assert torch.equal(again, whole)
-    assert resumed == rows
-    assert [row["stage"] for row in rows] == [1, 1, 2, 2, 2]
-    assert rows[0]["num_steps"] > rows[2]["num_steps"] == rows[2]["clients"]
 
 
 def test_stages_that_do_not_fit():

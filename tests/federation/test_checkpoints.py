@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 
-from lightning_fl.aggregators import PFNM, ClusteredFL, FedAdam
+from lightning_fl.aggregators import FedAdam
 from lightning_fl.callbacks import AtomicCheckpointIO, ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.cli import main
 from lightning_fl.models.weights import load_weights
@@ -298,18 +298,6 @@ def test_optimizer_of_the_same_kind_goes_on(federation, foreign, tmp_path, wrap)
 # --- states of rules ------------------------------------------------------------------------------
 
 
-def clustered():
-    rule = ClusteredFL(warmup=0)
-    rule.start(torch.zeros(6))
-    return rule
-
-
-def fedadam():
-    rule = FedAdam()
-    rule.start(torch.zeros(6))
-    return rule
-
-
 def reinforced():
     return DiscreteGaussianReinforce({"lr": [0.1, 0.2]})
 
@@ -321,50 +309,13 @@ def personalized():
 @pytest.mark.parametrize(
     ("make", "change", "words"),
     [
-        (clustered, {"cluster_of": torch.full((3,), 5)}, "has models of 1 clusters, and its"),
-        (
-            fedadam,
-            {"_extra_state": {"kind": "Adaptive", "state": {0: {"step": 3}}}},
-            "Adaptive rejected",
-        ),
         (reinforced, {"mean": torch.full((2,), torch.nan)}, "policy of the checkpoint is invalid"),
         (reinforced, {"rewards": torch.zeros(7).double()}, "scores, 7 rewards"),
         (personalized, {"logits": torch.full((2,), torch.nan)}, "has non-finite"),
     ],
 )
-def test_inconsistent_state_of_a_rule_is_refused(make, change, words):
+def test_inconsistent_state_of_a_policy_is_refused(make, change, words):
     state = make().state_dict()
     make().load_state_dict(state)
     with pytest.raises(FederationError, match=words):
         make().load_state_dict({**state, **change})
-
-
-def test_inconsistent_networks_to_match_are_refused(linear):
-    rule = PFNM(gamma=1.0, client_variance=1.0, prior_variance=1.0)
-    module = linear(features=6)
-    module.net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1))
-    module.forward = module.net.forward
-    rule.prepare(module, lambda: (torch.randn(2, 6),))
-    rule.start(torch.zeros(33))
-    good = {name: tensor.clone() for name, tensor in rule.state_dict().items()}
-    good |= {"merged": torch.ones(41), "shapes": torch.tensor([[5, 6], [1, 5]])}
-    good |= {"places": torch.tensor([[[3, 0, 4, 1, 2]], [[0, 3, 2, 1, 0]]])}
-    places = [
-        [[[3, 0, 4, 1, 5]]],  # an atom that is not there
-        [[[3, 0, 4, 1, -2]]],
-        [[[3, 0, 4, 0, 2]]],  # two neurons of one atom
-        [[[3, 0, 4, 1, -1]]],  # a neuron without one
-        [[[64, 0, 4, 1, 2]]],  # a client that is not known
-        [[[-1, 0, 4, 1, 2]]],
-        [[[3, 0, 4, 1, 2]], [[3, 0, 4, 1, 2]]],
-        [[[3, 0, 4, 1, 2], [3, 0, 4, 1, 2]]],  # a layer too many
-    ]
-    for bad in (
-        *({"places": torch.tensor(each)} for each in places),
-        {"merged": torch.ones(7), "shapes": torch.tensor([[4, 6], [1, 4]])},
-        {"starts": torch.ones(3, 3)},
-        {"known": torch.ones(3).bool()},
-    ):
-        with pytest.raises(FederationError, match="the checkpoint is inconsistent"):
-            rule.load_state_dict({**good, **bad})
-        rule.load_state_dict(good)

@@ -51,12 +51,12 @@ def test_random_graphs_depend_on_the_seed_alone():
 @pytest.mark.parametrize(
     ("matrix", "words"),
     [
-        ([[1.0, 0.0]], r"square, got \[1, 2\]"),
-        ([[0.9, 0.0], [0.0, 1.0]], "row 0 has 0.9"),
-        ([[1.5, -0.5], [-0.5, 1.5]], "at least 0, got -0.5"),
+        ([[1.0, 0.0]], r"square and finite, got \[\[1.0, 0.0\]\]"),
+        ([[0.9, 0.0], [0.0, 1.0]], "rows that sum to 1"),
+        ([[1.5, -0.5], [-0.5, 1.5]], "must be at least 0"),
         ([[float("nan"), 1.0], [1.0, 0.0]], "finite"),
         ([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]], "symmetric"),
-        ([[1.0, 0.0], [0.0, 1.0]], "its graph is not connected"),
+        ([[1.0, 0.0], [0.0, 1.0]], "must connect all clients"),
         ([[0.0, 1.0], [1.0, 0.0]], "oscillates between two groups"),
     ],
 )

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fl.functional.privacy import clipped_update
 from lightning_fl.functional.robust import (
     coordinate_median,
     geometric_median,
@@ -103,18 +102,6 @@ def test_limit_cases_of_the_geometric_median():
     # A point that is one of the updates: its distance is 0.
     star = torch.tensor([[0.0, 0], [1, 0], [-1, 0], [0, 1], [0, -1]], dtype=torch.float64)
     assert geometric_median(star + 7, torch.ones(5)).tolist() == pytest.approx([7.0, 7.0])
-
-
-def test_clipping_shortens_and_never_turns():
-    updates = torch.cat([rand(5, 3), torch.zeros(1, 3).double()])
-    for before in updates:
-        after, is_below = clipped_update(before, 0.7)
-        assert is_below == (before.norm() <= 0.7)
-        if is_below:
-            assert torch.equal(before, after)
-        else:
-            assert float(after.norm()) == pytest.approx(0.7)
-            assert float(before @ after) == pytest.approx(float(before.norm() * 0.7))
 
 
 @settings(max_examples=40, deadline=None)

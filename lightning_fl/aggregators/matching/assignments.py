@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,44 +46,6 @@ def read_table(table: Tensor) -> dict[int, list[list[int]]]:
         layers[0][0]: [[atom for atom in row[1:] if atom >= 0] for row in layers]
         for layers in table.tolist()
     }
-
-
-def table_fits(
-    table: Tensor,
-    widths: Sequence[int],
-    clients: int,
-    neurons: Callable[[int], Sequence[int]] | None = None,
-) -> bool:
-    """Return True if a table maps the neurons of each client to distinct existing atoms.
-
-    Args:
-        table: Table of :func:`assignment_table`.
-        widths: Number of atoms of each hidden layer.
-        clients: Upper bound on client indices.
-        neurons: Function that returns the hidden widths of a client. None if they are unknown.
-
-    Example:
-        >>> table_fits(torch.tensor([[[0, 2, 1]]]), widths=[3], clients=1)
-        True
-        >>> table_fits(torch.tensor([[[0, 2, 2]]]), widths=[3], clients=1)
-        False
-    """
-    rows = table.tolist()
-    if table.ndim != 3 or (rows and table.shape[1] != len(widths)):
-        return False
-    numbers = [layers[0][0] for layers in rows]
-    if len({*numbers}) < len(numbers):
-        return False
-    for client, layers in zip(numbers, rows, strict=True):
-        if not 0 <= client < clients or any(layer[0] != client for layer in layers):
-            return False
-        counts = [None] * len(widths) if neurons is None else neurons(client)
-        for layer, width, count in zip(layers, widths, counts, strict=True):
-            atoms = [atom for atom in layer[1:] if atom != -1]
-            is_known = all(0 <= atom < width for atom in atoms)
-            if not is_known or len({*atoms}) < len(atoms) or count not in (None, len(atoms)):
-                return False
-    return True
 
 
 def draw_assignments(assignments: Assignments, widths: Sequence[int]) -> Figure:

@@ -15,7 +15,6 @@ from lightning_fl.aggregators.matching.assignments import (
     assignment_table,
     draw_assignments,
     read_table,
-    table_fits,
 )
 from lightning_fl.aggregators.matching.client_networks import ClientNetworks
 from lightning_fl.aggregators.matching.layer_stack import Layers, LayerStack
@@ -25,7 +24,7 @@ from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.functional.tables import PLACES, make_place, with_place
+from lightning_fl.functional.tables import PLACES, with_place
 from lightning_fl.options import check_choice, check_integer, check_number
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class NeuronMatching(Aggregator):
     ``tolerance`` of the best training accuracy (on the clients of the round), the narrowest network
     is selected.
 
-    The search values and the defaults of ``std``, ``bias_mean``, ``sweeps`` and ``accept`` are from
+    The search values and the defaults of ``std``, ``bias_mean`` and ``sweeps`` are from
     the authors' program (IBM/probabilistic-federated-neural-matching). Where the program differs
     from the paper, the default follows the paper: the program uses ``popularity=1``, and the
     paper's equations give 2. There are no limits by default: the program uses ``cap=10`` and
@@ -69,8 +68,6 @@ class NeuronMatching(Aggregator):
             many as it has more than the layer). None means no limit.
         tolerance: Maximum loss of training accuracy in the search for the narrowest network.
         seed: Seed of initial networks and client orders. None uses the seed of the run.
-        accept: ``always`` accepts every new assignment of a sweep. ``improvement`` accepts it only
-            if it increases the objective; see :func:`~lightning_fl.functional.matching.match`.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the module has
@@ -107,25 +104,22 @@ class NeuronMatching(Aggregator):
         max_width: int | None = None,
         tolerance: float = 0.005,
         seed: int | None = None,
-        accept: Literal["always", "improvement"] = "always",
     ) -> None:
         super().__init__()
         if widths is not None and not (isinstance(widths, list | tuple) and widths):
             raise FederationError(f"widths must be a non-empty list of numbers, got {widths!r}")
         for i, width in enumerate(widths or ()):
             check_integer(f"widths[{i}]", width, min=1)
-        self.gamma = check_number("gamma", gamma, above=0, optional=True)
-        self.client_variance = check_number(
-            "client_variance", client_variance, above=0, optional=True
-        )
-        self.prior_variance = check_number("prior_variance", prior_variance, above=0, optional=True)
+        searched = gamma, client_variance, prior_variance
+        self.gamma, self.client_variance, self.prior_variance = searched
         self.widths, self.starts_from = widths, check_choice("start", start, "own", "server")
         self.std = check_number("std", std, min=0, optional=True)
         self.bias_mean, self.sweeps, self.popularity = bias_mean, sweeps, popularity
-        self.cap, self.max_width, self.accept = cap, max_width, accept
+        self.cap, self.max_width = cap, max_width
         self.tolerance = check_number("tolerance", tolerance, min=0)
         self.seed = check_integer("seed", seed, min=0, optional=True)
-        self._options(1.0, 1.0, 1.0)  # checks the others
+        first, second, third = (1.0 if value is None else value for value in searched)
+        self._options(first, second, third)  # checks them
         self.chain: LayerStack | None = None
         self._in_training: ClientNetworks | None = None
         self._returned: tuple[Tensor, list[Layers]] | None = None
@@ -412,7 +406,6 @@ class NeuronMatching(Aggregator):
             cap=self.cap,
             max_width=self.max_width,
             sweeps=self.sweeps if round == 0 else min(self.sweeps, 3),
-            accept=self.accept,
         )
 
     def _orders(self) -> torch.Generator:
@@ -439,28 +432,3 @@ class NeuronMatching(Aggregator):
         if not (assignments := self.assignments()):
             return None
         return draw_assignments(assignments, self.shapes[:-1, 0].tolist())
-
-    # --- checkpoints --------------------------------------------------------------------------
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Resize the buffers to the neurons and clients of the checkpoint."""
-        make_place(self, self.grown, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        if "merged" in self._buffers:
-            self._check_loaded()
-
-    def _check_loaded(self) -> None:
-        """Raise an error if the shapes of the loaded networks are inconsistent."""
-        fits = self.starts.shape == (len(self.known), len(self.base))
-        try:
-            widths = [len(bias) for _, bias in self.network()] if len(self.merged) else []
-        except (RuntimeError, ValueError):  # wrong sizes, or a wrong number of layers
-            fits, widths = False, []
-        # Client widths are unknown if nothing is trained.
-        neurons = None if self._in_training is None else self._in_training.widths
-        if not (fits and table_fits(self.places, widths[:-1], len(self.known), neurons)):
-            raise FederationError(
-                f"the checkpoint is inconsistent: it has a network of {len(self.merged)} numbers in"
-                f" layers {self.shapes.tolist()}, client networks {list(self.starts.shape)}, and"
-                f" assignments {list(self.places.shape)}"
-            )
