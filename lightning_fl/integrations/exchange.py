@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator
+from lightning_fl.callbacks.checkpoint import save_with_sums
 from lightning_fl.errors import FederationError
-from lightning_fl.files import error_context, write_atomically
+from lightning_fl.files import check_sums, check_writable, error_context
 from lightning_fl.options import describe
 from lightning_fl.runners import ClientRunner
 
@@ -169,20 +169,33 @@ class Kept:
         """Return what :meth:`write` has written; nothing if the file does not exist.
 
         Raises:
-            FederationError: If the file is damaged.
+            FederationError: If the file is damaged, or holds something else.
         """
+        if not file.exists():
+            return cls()
         remedy = "is damaged: restore it, or delete it to start anew"
         with error_context(f"the state of this client in {file} {remedy}", Exception):
-            return cls(**torch.load(file, weights_only=True)) if file.exists() else cls()
+            check_sums(file)
+            states = torch.load(file, weights_only=True)["states"]
+            for update, state in states.items():
+                if type(update) is not int or not all(map(torch.is_tensor, state.values())):
+                    raise FederationError("it holds something else than states")
+        return cls(states)
 
     def write(self, file: Path) -> None:
-        """Write the states into a file."""
-        write_atomically(file, partial(torch.save, {"states": dict(self.states)}))
+        """Write the states into a file, with checksums."""
+        save_with_sums({"states": dict(self.states)}, file)
 
 
 def file_of(client: int, folder: str | Path) -> Path:
-    """Return the file in which a client keeps its states."""
-    return Path(folder, f"client-{client}.pt")
+    """Return the file in which a client keeps its states, which can be written.
+
+    Raises:
+        FederationError: If it cannot.
+    """
+    file = Path(folder, f"client-{client}.pt")
+    check_writable(file)
+    return file
 
 
 @dataclass(frozen=True)

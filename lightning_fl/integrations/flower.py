@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.federation.checkpoints import unsaved_values
-from lightning_fl.files import check_writable, error_context
+from lightning_fl.files import error_context
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import (
     FIELDS,
@@ -444,7 +444,7 @@ def client_app(
     def query(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
         if folder is not None:
-            check_writable(file_of(client, folder))
+            file_of(client, folder)
         about = ConfigRecord(remote(context).about(client))
         return Message(RecordDict({"client": about}), reply_to=message)
 

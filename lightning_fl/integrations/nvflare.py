@@ -21,7 +21,6 @@ from torch import Tensor
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
-from lightning_fl.files import check_writable
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import (
     FIELDS,
@@ -232,8 +231,6 @@ def run_client(
     own = number_of(flare.get_site_name()) if client is None else client
     own = check_integer("client", own, min=0)
     file = None if folder is None else file_of(own, folder)
-    if file is not None:
-        check_writable(file)
     kept = Kept()
     while flare.is_running() and (received := flare.receive()) is not None:
         asked = received.meta.get(KEY)

@@ -22,7 +22,7 @@ from apart import (
 )
 from lightning_fl.aggregators import PFNM, FedAdam, FedBuff, Scaffold
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import Kept
+from lightning_fl.integrations.exchange import Kept, file_of
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.objectives import ClientModule
 from lightning_fl.policies import HyperparameterPolicy
@@ -104,12 +104,6 @@ def test_client_keeps_the_states_of_its_last_used_and_its_last_update(tmp_path):
     assert Kept.read(tmp_path / "client.pt").at(17)["c"] == 1
 
 
-def test_damaged_state_of_a_client_says_what_to_do(tmp_path):
-    (tmp_path / "client-0.pt").write_bytes(b"PK")
-    with pytest.raises(FederationError, match=r"client-0\.pt is damaged: restore it, or delete it"):
-        Kept.read(tmp_path / "client-0.pt")
-
-
 class Payload:
     """Runs code when it is unpickled."""
 
@@ -120,11 +114,48 @@ class Payload:
         return (os.mkdir, (str(self.path),))
 
 
-def test_hostile_state_of_a_client_runs_no_code(tmp_path):
-    torch.save({"states": Payload(tmp_path / "ran")}, tmp_path / "hostile.pt")
-    with pytest.raises(FederationError, match=r"hostile\.pt is damaged"):
-        Kept.read(tmp_path / "hostile.pt")
+def of_torch(content):
+    return lambda path: torch.save(content, path)
+
+
+def flip_a_bit(path):
+    Kept({7: {"c": torch.zeros(9999)}}).write(path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_bytes(b"PK"),
+        flip_a_bit,
+        of_torch([1, 2]),
+        of_torch({"states": {"7": {}}}),
+        of_torch({"states": {7: {"c": 1}}}),
+        lambda path: torch.save({"states": Payload(path.parent / "ran")}, path),
+    ],
+)
+def test_damaged_or_hostile_state_of_a_client_says_what_to_do(tmp_path, write):
+    write(tmp_path / "client-0.pt")
+    with pytest.raises(FederationError, match=r"client-0\.pt is damaged: restore it, or delete it"):
+        Kept.read(tmp_path / "client-0.pt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_state_of_another_module_is_refused_before_a_client_trains():
+    server, clients = federation(module, Scaffold())
+    replies_of(clients, (tasks := server.tasks()), {})
+    kept = Kept({5: {"part.0.control": torch.zeros(3)}})
+    with pytest.raises(FederationError, match=r"client 0 keeps 'part\.0\.control' of shape \[3\]"):
+        clients[0].train(replace(tasks[0], last=5), kept)
+
+
+def test_file_of_a_killed_client_leaves_nothing(tmp_path):
+    (left := tmp_path / ".client-0.pt.abcdefgh.tmp").touch()
+    (other := tmp_path / ".client-10.pt.abcdefgh.tmp").touch()
+    assert file_of(0, tmp_path) == tmp_path / "client-0.pt"
+    assert (left.exists(), other.exists()) == (False, True)
 
 
 def test_damaged_or_unwritable_checkpoint_is_named_before_clients_train(tmp_path):
