@@ -175,6 +175,13 @@ def test_damaged_or_unwritable_checkpoint_is_named_before_clients_train(tmp_path
             federation(module, FedAdam(), checkpoint=path)
 
 
+def test_resumed_server_names_a_changed_number_of_samples(tmp_path):
+    server, clients = federation(module, checkpoint=tmp_path / "server.pt")
+    run(server, clients, rounds=1)
+    with pytest.warns(UserWarning, match="training samples is 65, was 60"):
+        server.begin([13] * 5, [3] * 5, checkpoint=tmp_path / "server.pt")
+
+
 def test_abandoned_round_leaves_the_last_global_model():
     server, clients = federation(module, Scaffold())
     run(server, clients, rounds=1)
@@ -218,20 +225,35 @@ SPOILED = {
         "44 values in torch.float32",
     ),
     "layout": (lambda reply: replace(reply, delta=reply.delta.to_sparse()), "44 values in"),
-    "counters": (lambda reply: replace(reply, counters=torch.zeros(3)), "the model exchanges 44"),
+    "counters": (lambda reply: replace(reply, counters=torch.zeros(3)), "and the model has 44"),
     "nan": (lambda reply: replace(reply, delta=reply.delta * torch.nan), r"\(non-finite values\)"),
     "nothing more": (lambda reply: replace(reply, extras={}), "requires control_change of the cli"),
     "more": (lambda reply: with_extra(reply, torch.ones(1, 1)), r"of shape \(44,\) .* got \(1,\)"),
-    "of two": (lambda reply: with_extra(reply, torch.ones(2, 44)), "not that of one client"),
-    "number": (lambda reply: with_extra(reply, torch.tensor(torch.nan)), "not that of one client"),
+    "of two": (lambda reply: with_extra(reply, torch.ones(2, 44)), "not numbers of one client"),
+    "number": (
+        lambda reply: with_extra(reply, torch.tensor(torch.nan)),
+        r"shape \[\] in",
+    ),
     "sparse": (
         lambda reply: with_extra(reply, torch.ones(1, 44).to_sparse()),
-        "not that of one client",
+        "not numbers of one",
+    ),
+    "complex": (
+        lambda reply: with_extra(reply, torch.ones(1, 44) * 1j),
+        "torch.complex64, not ",
+    ),
+    "bytes": (lambda reply: with_extra(reply, torch.ones(1, 44).byte()), "in torch.uint8, not "),
+    "name": (
+        lambda reply: replace(reply, extras={"\x1b[2J\n" * 999: torch.ones(2)}),
+        r"'\\x1b",
     ),
     "rate": (lambda reply: replace(reply, lr=float("nan")), "with the learning rate nan"),
-    "samples": (lambda reply: replace(reply, num_samples=13), "it has trained 13 .* had 12"),
+    "negative rate": (lambda reply: replace(reply, lr=-0.1), "rate -0.1, and was sent 0"),
+    "large rate": (lambda reply: replace(reply, lr=1e9), r"learning rate 1e\+09, and was sent 0"),
+    "loss": (lambda reply: replace(reply, loss=float("inf")), "it sent the loss inf"),
+    "samples": (lambda reply: replace(reply, num_samples=13), "it trained 13 .* had 12"),
     "client": (lambda reply: replace(reply, client=1), "reply, or that of client 1"),
-    "round": (lambda reply: replace(reply, update=7), "it has sent an earlier reply"),
+    "round": (lambda reply: replace(reply, update=7), "it sent an earlier reply"),
     "cause": (lambda reply: replace(reply, dropped="x" * 999), r"\(dropped out\)"),
 }
 
@@ -245,6 +267,8 @@ def test_update_that_does_not_fit_drops_its_client_alone(name):
     with pytest.warns(UserWarning, match="client 2 ") as caught:
         assert server.finish(replies | {2: spoil(replies[2])})["dropped"] == 1
     assert re.search(f"client 2 .*{message}", said(caught))
+    assert all(len(str(each.message)) < 600 for each in caught)
+    assert said(caught).replace("\n", "").isprintable()
     replies = replies_of(clients, expected.tasks(), {})
     del replies[2]
     with pytest.warns(UserWarning, match=r"round 1: dropped 1 of 5 client updates: client 2 \("):
