@@ -21,6 +21,11 @@ from lightning_fl.files import one_line, short_repr
 
 #: Beginning of the names of ``Reply.extras`` among the tensors of a reply.
 EXTRA = "extras."
+#: Dtypes of extras, with which every rule calculates.
+#:
+#: :meta hide-value:
+REAL = {torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16}
+REAL |= {torch.float32, torch.float64}
 #: Numbers of samples and clients are smaller.
 MOST = 2**40
 #: A client's mean learning rate is at most so many times the one that it was sent: warm-up and
@@ -50,7 +55,7 @@ def typed(message: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
     """Return the numbers and texts of a message.
 
     Raises:
-        FederationError: If one is missing, or has another type.
+        FederationError: If one is missing, or has another type; integers have 64 bits.
 
     Example:
         >>> typed({"client": 3, "text": "more"}, {"client": int})
@@ -58,10 +63,9 @@ def typed(message: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
     """
     values = dict(message) if isinstance(message, Mapping) else {}
     for name, kind in kinds.items():
-        if type(values.get(name)) is not kind:
-            raise FederationError(
-                f"it sent {short_repr(values.get(name))} as {name}, and not one of lightning_fl"
-            )
+        value = values.get(name)
+        if type(value) is not kind or (kind is int and not -(2**63) <= value < 2**63):
+            raise FederationError(f"its {name} is not the {kind.__name__} that lightning_fl sends")
     return {name: values[name] for name in kinds}
 
 
@@ -152,8 +156,8 @@ class Reply:
             own = f"{self.delta.numel()} values in {self.delta.dtype}"
             return f"it sent {own}, and the model has {vector.numel()} in {vector.dtype}"
         for name, value in self.extras.items():
-            is_real = value.dtype in (vector.dtype, torch.float32, torch.float64)
-            if value.shape[:1] != (1,) or value.layout != torch.strided or not is_real:
+            is_one = value.shape[:1] == (1,) and value.layout == torch.strided
+            if not (is_one and value.dtype in REAL and name.isprintable() and len(name) < 100):
                 kind = f"{list(value.shape)} in {value.dtype}"
                 return f"it sent {short_repr(name)} of shape {kind}, not numbers of one client"
         return ""
@@ -251,7 +255,7 @@ class Members:
             if (owner == sender) != (other == client):
                 remedy = f"give each {self.sender} another number"
                 return f"client {client} is {self.name(owner)}, which came first: {remedy}"
-        if self.is_begun and said != self.declared[client]:
+        if self.is_begun and said != self.declared.get(client):
             remedy = "to use them, stop the run and resume it"
             return f"client {client} has come back with other samples: {remedy}"
         return ""

@@ -126,16 +126,12 @@ def test_a_stage_of_a_rule_with_client_side_work(tmp_path, name, first):
     compare(tmp_path, linear, Staged([2], rules if first else rules[::-1]))
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("weighting", ["uniform", "samples"])
-def test_clients_of_different_sizes_with_feddyn(tmp_path, weighting, own):
-    compare(tmp_path, Net, FedDyn(0.3, weighting), skewed, own=own)
-
-
 # --- sites with their own samples -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", [FedAvg(), Scaffold(), FlexLoRA(ranks=[1, 2, 1, 2, 2])])
+@pytest.mark.parametrize(
+    "rule", [FedDyn(0.3), FedDyn(0.3, "samples"), Scaffold(), FlexLoRA(ranks=[1, 2, 1, 2, 2])]
+)
 def test_a_site_trains_its_own_samples_as_in_the_simulation(tmp_path, rule):
     make = linear
     if isinstance(rule, FlexLoRA):

@@ -161,9 +161,9 @@ def other_rounds(reply):
 @pytest.mark.parametrize(
     ("site", "spoil", "why"),
     [
-        (1, other_script, r"; site site-2 is not used: it sent None as num_rounds"),
+        (1, other_script, r"; site site-2 is not used: its num_rounds is not the int"),
         (1, other_version, r"site-2 is not used: client 1 has version 0\.0\.1 of .* the server"),
-        (1, other_rounds, "site-2 is not used: it sent 'many' as num_rounds"),
+        (1, other_rounds, "site-2 is not used: its num_rounds is not the int"),
         (0, lambda reply: None, "site-1-b is not used: client 0 is site site-1, which came first"),
         (2, lambda reply: None, r"the sites are clients \[0, 2\]: give run_client the numbers"),
     ],

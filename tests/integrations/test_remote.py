@@ -242,9 +242,12 @@ SPOILED = {
         lambda reply: with_extra(reply, torch.ones(1, 44) * 1j),
         "torch.complex64, not ",
     ),
-    "bytes": (lambda reply: with_extra(reply, torch.ones(1, 44).byte()), "in torch.uint8, not "),
+    "eight bits": (
+        lambda reply: with_extra(reply, torch.ones(1, 44).to(torch.float8_e5m2)),
+        "in torch.float8_e5m2, not numbers",
+    ),
     "name": (
-        lambda reply: replace(reply, extras={"\x1b[2J\n" * 999: torch.ones(2)}),
+        lambda reply: replace(reply, extras={"\x1b[2J\n" * 999: torch.ones(1) / 0}),
         r"'\\x1b",
     ),
     "rate": (lambda reply: replace(reply, lr=float("nan")), "with the learning rate nan"),
