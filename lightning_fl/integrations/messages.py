@@ -64,7 +64,8 @@ def typed(message: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
     values = dict(message) if isinstance(message, Mapping) else {}
     for name, kind in kinds.items():
         value = values.get(name)
-        if type(value) is not kind or (kind is int and not -(2**63) <= value < 2**63):
+        is_large = isinstance(value, int) and not -(2**63) <= value < 2**63
+        if type(value) is not kind or is_large:
             raise FederationError(f"its {name} is not the {kind.__name__} that lightning_fl sends")
     return {name: values[name] for name in kinds}
 
