@@ -37,12 +37,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in os.fspath(path):  # remote stores write objects atomically
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        computes = get_crc32_options()
-        set_crc32_options(True)  # verified by load_checkpoint
-        try:
-            write_atomically(path, lambda file: torch.save(checkpoint, file))
-        finally:
-            set_crc32_options(computes)
+        save_with_sums(checkpoint, path)
 
     def load_checkpoint(
         self,
@@ -61,6 +56,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" not in os.fspath(path) and is_zipfile(path):
             check_sums(path)
         return load(False)
+
+
+def save_with_sums(content: Any, path: str | os.PathLike[str]) -> None:
+    """Write a file of ``torch.save`` atomically, with checksums for :func:`check_sums`."""
+    computes = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        write_atomically(path, lambda file: torch.save(content, file))
+    finally:
+        set_crc32_options(computes)
 
 
 def read_checkpoint(

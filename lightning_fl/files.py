@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import fcntl
+import glob
 import io
 import os
 import reprlib
@@ -41,11 +42,11 @@ def short_repr(value: Any) -> str:
     return _SHORT.repr(value)
 
 
-def one_line(error: object) -> str:
-    """Return the first 200 characters of a message as one line of printable characters."""
+def one_line(error: object, most: int = 200) -> str:
+    """Return the first characters of a message as one line of printable characters."""
     text = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip()
     text = text or type(error).__name__
-    return "".join(c if c.isprintable() else " " for c in text)[:200]
+    return "".join(c if c.isprintable() else " " for c in text[:most])
 
 
 @contextmanager
@@ -167,7 +168,7 @@ def write_atomically(
 
     A reader, or a run that resumes after an interruption, finds either the complete old file or the
     complete new one. A killed process leaves a temporary file, which the next :class:`FolderLock`
-    of the folder removes; in a folder without a lock it stays.
+    of the folder or :func:`check_writable` of the file removes.
 
     Args:
         path: The file. Missing folders are created.
@@ -202,8 +203,10 @@ def write_atomically(
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Check that a file can be written, before the work whose result it is to hold.
 
+    Temporary files of a killed process that has written this file are removed.
+
     Args:
-        path: The file. Missing folders are created.
+        path: The file, which no other process writes. Missing folders are created.
 
     Raises:
         FederationError: If it is a folder, or its folder cannot be written.
@@ -215,6 +218,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+        for leftover in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}.tmp"):
+            leftover.unlink(missing_ok=True)
     except OSError as error:
         raise FederationError(
             f"{path} cannot be written ({error.strerror}): choose another file"

@@ -18,7 +18,7 @@ from lightning_fl.check import COLUMNS, STEPS, CheckResult, Run, check_columns
 from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.errors import FederationError
-from lightning_fl.integrations.config import ELSEWHERE, TRAINING, Configuration
+from lightning_fl.integrations.config import TRAINING, UNSUPPORTED, Configuration
 from lightning_fl.integrations.export import write_flower_app
 from lightning_fl.partition import summary
 
@@ -51,11 +51,7 @@ class _PartsCLI(FederatedCLI):
                 "the configuration has no number of rounds: set trainer.max_epochs"
             )
         callbacks = [each.class_path.rpartition(".")[2] for each in config.trainer.callbacks or ()]
-        own = [
-            f"trainer.{name}"
-            for name, value in config.trainer.items()
-            if name not in TRAINING + ELSEWHERE and value != usual[name]
-        ]
+        own = [f"trainer.{name}" for name in UNSUPPORTED if config.trainer[name] != usual[name]]
         return Configuration(
             self.parts.model,
             self.parts.data,

@@ -148,12 +148,13 @@ class PreparedFit:
         """Return the options by name that may differ in a resumed run, with a warning."""
         options, user = self.options, user_module(self.module)
         terms = user.terms if isinstance(user, ClientModule) else ()
+        labels = getattr(self.data, "samples_are", "checksum of the training labels")
         return {
             **options.described(self.planner.cohort_size),
             "phases": [repr(phase) for phase in options.phases],
             "update_transforms": [describe(transform) for transform in options.update_transforms],
             "batches in a local epoch": int(self.planner.batches_per_epoch.sum()),
-            "checksum of the training labels": getattr(self.data, "samples_checksum", ""),
+            labels: getattr(self.data, "samples_checksum", ""),
             "faults and attacks": [describe(watcher) for watcher in self.watchers],
             "terms": [describe(term) for term in terms],
         }

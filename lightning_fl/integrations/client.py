@@ -12,7 +12,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.client_part import ClientPart
@@ -21,18 +20,12 @@ from lightning_fl.contracts.plan import Cohort, RoundPlan
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.datamodules import FederatedDataModule, FromClients
 from lightning_fl.errors import FederationError
-from lightning_fl.federation.checkpoints import load_unsaved, unsaved_values
+from lightning_fl.federation.checkpoints import load_unsaved
 from lightning_fl.federation.results import Results
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.hooks import quiet
-from lightning_fl.integrations.exchange import (
-    Kept,
-    Reply,
-    Task,
-    check_version,
-    client_side,
-    exchange_id,
-)
+from lightning_fl.integrations.exchange import Kept, Task, client_side, exchange_id
+from lightning_fl.integrations.messages import Hello, Reply, check_version
 from lightning_fl.integrations.server import (
     LOG,
     at_round,
@@ -140,13 +133,7 @@ class RemoteClient:
         Args:
             client: Id of the client.
         """
-        num_samples, batches = self.work(client)
-        return {
-            "client": client,
-            "num_samples": num_samples,
-            "batches_per_epoch": batches,
-            "version": __version__,
-        }
+        return vars(Hello(client, *self.work(client)))
 
     def train(self, task: Task, kept: Kept) -> tuple[Reply, Kept]:
         """Train the client in a round.
@@ -334,6 +321,7 @@ class OneClient(FederatedLoop):
         refuse_schedulers(trainer, pl_module)
         self._load(pl_module)
         super().on_fit_start(trainer, pl_module)
+        self.fit.memory.check_stored(self.runner)
         if exchange_id(self.runner) != self._task.exchanged:
             raise FederationError(
                 "this client exchanges other parameters or buffers than the server: use the same"
@@ -347,24 +335,13 @@ class OneClient(FederatedLoop):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the model again: the server has called ``on_fit_start`` of the module, too."""
+        """Load the model again: the server has called the hooks of the module, too."""
         self._load(pl_module)
         super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the round.
-
-        Raises:
-            FederationError: If the module has changed its weights since the fit began.
-        """
-        sent = {**self._task.model, **self._task.unsaved}
-        for name, now in {**pl_module.state_dict(), **unsaved_values(pl_module)}.items():
-            if name in sent and not _is_same(now, sent[name].to(now.device)):
-                raise FederationError(
-                    f"{type(pl_module).__name__}.on_train_start changes {name}, which would be"
-                    " repeated in every round of a remote client: change it in the constructor or"
-                    " in on_fit_start"
-                )
+        """Load the model once more, and start the round."""
+        self._load(pl_module)
         super().on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -398,8 +375,3 @@ def check_trainer(options: Mapping[str, Any]) -> None:
         raise FederationError(
             f"a remote client trains in one process, and its Trainer has {processes}: set devices=1"
         )
-
-
-def _is_same(first: Tensor, second: Tensor) -> bool:
-    """Return whether tensors are equal, also in entries that are not a number."""
-    return bool(((first == second) | (first.isnan() & second.isnan())).all())

@@ -25,27 +25,10 @@ TRAINING = (
     "deterministic",
     "detect_anomaly",
 )
-#: Options of the Trainer that local training does not depend on.
-ELSEWHERE = (
-    "callbacks",  # named one by one
-    "check_val_every_n_epoch",
-    "default_root_dir",
-    "devices",
-    "enable_checkpointing",
-    "enable_model_summary",
-    "enable_progress_bar",
-    "fast_dev_run",
-    "limit_predict_batches",
-    "limit_test_batches",
-    "limit_val_batches",
-    "log_every_n_steps",
-    "logger",
-    "max_epochs",
-    "num_nodes",
-    "num_sanity_val_steps",
-    "profiler",
-    "strategy",
-    "val_check_interval",
+#: Options of the Trainer that change results in ways that a server and its clients do not have.
+UNSUPPORTED = (
+    *("limit_train_batches", "max_steps", "max_time", "min_epochs", "min_steps"),
+    *("overfit_batches", "plugins", "sync_batchnorm"),
 )
 
 

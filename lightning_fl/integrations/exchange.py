@@ -1,22 +1,20 @@
-"""What a server and a client on another machine exchange."""
+"""What a server sends to a client on another machine, and what the client keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator
+from lightning_fl.callbacks.checkpoint import save_with_sums
 from lightning_fl.errors import FederationError
-from lightning_fl.files import error_context, write_atomically
+from lightning_fl.files import check_sums, check_writable, error_context
 from lightning_fl.options import describe
 from lightning_fl.runners import ClientRunner
 
@@ -40,12 +38,12 @@ class Task:
         num_trained: Number of exchanged entries that clients train if the rule needs their mask,
             else -1.
         frozen: Digest of the frozen parameters that ``model`` leaves out; empty if it has them.
+        version: Version of this package on the server.
         model: ``state_dict`` of the module from which the client starts.
         unsaved: Non-persistent buffers of this module.
         values: Hyperparameters of the client, by name. Without ``lr``, the client uses that of its
             own optimizer.
         broadcast: Tensors of ``Aggregator.broadcast``.
-        version: Version of this package on the server; empty if it is older than this entry.
     """
 
     update: int
@@ -60,35 +58,17 @@ class Task:
     exchanged: str
     num_trained: int
     frozen: str
+    version: str
     model: Mapping[str, Tensor]
-    unsaved: Mapping[str, Tensor] = field(default_factory=dict)
-    values: Mapping[str, float] = field(default_factory=dict)
-    broadcast: Mapping[str, Tensor] = field(default_factory=dict)
-    version: str = ""
+    unsaved: Mapping[str, Tensor]
+    values: Mapping[str, float]
+    broadcast: Mapping[str, Tensor]
 
 
 #: Mappings from names to tensors of a task.
 TENSORS = ("model", "unsaved", "broadcast")
 #: Numbers and texts of a task.
 FIELDS = tuple(each.name for each in fields(Task) if each.name not in (*TENSORS, "values"))
-
-
-def check_version(version: str, other: str, own: str) -> None:
-    """Check that the program at the other end trains and aggregates as this one does.
-
-    Args:
-        version: Version of this package there; empty if it is unknown.
-        other: Name of the other program for the message.
-        own: Name of this program.
-
-    Raises:
-        FederationError: If the versions differ.
-    """
-    if version != __version__:
-        raise FederationError(
-            f"{other} has version {version or 'unknown'} of lightning_fl, and {own} {__version__}:"
-            " install the same version on both"
-        )
 
 
 def client_side(rule: Aggregator) -> str:
@@ -169,69 +149,30 @@ class Kept:
         """Return what :meth:`write` has written; nothing if the file does not exist.
 
         Raises:
-            FederationError: If the file is damaged.
+            FederationError: If the file is damaged, or holds something else.
         """
+        if not file.exists():
+            return cls()
         remedy = "is damaged: restore it, or delete it to start anew"
         with error_context(f"the state of this client in {file} {remedy}", Exception):
-            return cls(**torch.load(file, weights_only=True)) if file.exists() else cls()
+            check_sums(file)
+            states = torch.load(file, weights_only=True)["states"]
+            for update, state in states.items():
+                if type(update) is not int or not all(map(torch.is_tensor, state.values())):
+                    raise FederationError("it holds something else than states")
+        return cls(states)
 
     def write(self, file: Path) -> None:
-        """Write the states into a file."""
-        write_atomically(file, partial(torch.save, {"states": dict(self.states)}))
+        """Write the states into a file, with checksums."""
+        save_with_sums({"states": dict(self.states)}, file)
 
 
 def file_of(client: int, folder: str | Path) -> Path:
-    """Return the file in which a client keeps its states."""
-    return Path(folder, f"client-{client}.pt")
+    """Return the file in which a client keeps its states, which can be written.
 
-
-@dataclass(frozen=True)
-class Reply:
-    """Hold what a client sends back.
-
-    Args:
-        client: Id of the client.
-        update: Id of the update, from the task.
-        num_samples: Number of training samples.
-        lr: Mean learning rate over the local steps.
-        loss: Loss of the received model in the first local step.
-        dropped: Why there is no usable update; empty if there is one.
-        delta: Update of the client, ``[P]``; empty if the client has no usable update.
-        counters: Integer buffers, ``[C]``.
-        extras: Tensors of the rule's client parts.
+    Raises:
+        FederationError: If it cannot.
     """
-
-    client: int
-    update: int
-    num_samples: int
-    lr: float
-    loss: float
-    dropped: str
-    delta: Tensor
-    counters: Tensor
-    extras: Mapping[str, Tensor]
-
-    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the numbers and texts of the reply, and its tensors."""
-        about = {name: value for name, value in vars(self).items() if name in ABOUT}
-        extras = {f"{EXTRA}{name}": value for name, value in self.extras.items()}
-        return about, {"delta": self.delta, "counters": self.counters, **extras}
-
-    @classmethod
-    def unpack(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Reply:
-        """Return the reply of which :meth:`pack` has returned the parts."""
-        extras = {n.removeprefix(EXTRA): t for n, t in tensors.items() if n.startswith(EXTRA)}
-        found = {name: kind(about[name]) for name, kind in ABOUT.items()}
-        return cls(**found, delta=tensors["delta"], counters=tensors["counters"], extras=extras)
-
-
-#: Numbers and texts of a reply.
-#:
-#: :meta hide-value:
-ABOUT: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("client", "update", "num_samples"), int),
-    **dict.fromkeys(("lr", "loss"), float),
-    "dropped": str,
-}
-#: Beginning of the names of ``Reply.extras`` among the tensors of a reply.
-EXTRA = "extras."
+    file = Path(folder, f"client-{client}.pt")
+    check_writable(file)
+    return file

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -20,17 +19,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.federation.checkpoints import unsaved_values
-from lightning_fl.files import check_writable, error_context
+from lightning_fl.files import error_context, one_line
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import (
-    FIELDS,
-    TENSORS,
-    Kept,
-    Reply,
-    Task,
-    check_version,
-    file_of,
-)
+from lightning_fl.integrations.exchange import FIELDS, TENSORS, Kept, Task, file_of
+from lightning_fl.integrations.messages import Members, Reply
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 
@@ -51,8 +43,6 @@ from flwr.serverapp.strategy import Result, Strategy  # noqa: E402
 
 #: Seconds between two looks for clients, and between two messages that clients are missing.
 PAUSE, NOTICE = 1.0, 30.0
-#: Seconds after which a SuperLink knows that a SuperNode was killed, with some to spare.
-GONE = 90.0
 #: Flower's log, of which ``flwr run --stream`` shows each line.
 #:
 #: :meta hide-value:
@@ -78,19 +68,14 @@ class FederationStrategy(Strategy):
         self.num_clients = check_integer("num_clients", num_clients, min=1)
         refuse_bfloat16(server)
         self.checkpoint = checkpoint
-        #: Client of each node.
-        self.clients: dict[int, int] = {}
-        self._work: dict[int, tuple[int, int]] = {}
-        #: Connected nodes, the node of each query without an answer, and failures of nodes.
-        self._nodes: set[int] = set()
+        self.members = Members("node", num_clients)
+        #: The node of each query without an answer.
         self._asked: dict[str, int] = {}
-        self._failed: dict[int, str] = {}
-        #: Nodes whose client another node has: since when, and the client.
-        self._replaced: dict[int, tuple[float, int]] = {}
         #: Client of each node that trains in this round, and seconds that it has for it.
         self._training: dict[int, int] = {}
         self._timeout = 3600.0
-        self._is_begun = False
+        #: Whether a client has ever replied.
+        self._is_proven = False
 
     def summary(self) -> None:
         """Log the rules."""
@@ -129,12 +114,9 @@ class FederationStrategy(Strategy):
             )
         self._timeout = timeout
         self._meet(grid, timeout)
-        found = (self._work[i] for i in range(self.num_clients))
-        samples, batches = zip(*found, strict=True)
         initial = initial_arrays and initial_arrays.to_torch_state_dict()
         try:
-            self.server.begin(samples, batches, num_rounds, initial, self.checkpoint)
-            self._is_begun = True
+            self.server.begin(*self.members.work(), num_rounds, initial, self.checkpoint)
             refuse_bfloat16(self.server)  # again: now in the precision of the Trainer
             if done := self.server.round:
                 LOG.info("resuming after round %d from %s", done, self.checkpoint)
@@ -161,43 +143,30 @@ class FederationStrategy(Strategy):
 
     def _meet(self, grid: Grid, timeout: float) -> None:
         """Wait for all clients, and ask how many samples they have."""
-        begun = said = time.monotonic()
-        while (
-            missing := [i for i in range(self.num_clients) if i not in self._work]
-        ) or self._replaced:
-            self._ask(grid)
-            now, failed = time.monotonic(), self._failures()
-            for node, (since, client) in self._replaced.items():
-                if now - since > GONE:  # both are connected
-                    raise FederationError(
-                        f"two nodes are client {client}, one of them {node}: set partition-id of"
-                        " each SuperNode to another number"
-                    )
-            state = f"clients {missing} of {self.num_clients} have not connected{failed}"
-            if missing and now - begun > timeout:
+        members, begun = self.members, time.monotonic()
+        said = begun
+        self._ask(grid)
+        while missing := sorted({*range(self.num_clients)} - {*members.clients.values()}):
+            now, refused = time.monotonic(), members.refusals()
+            state = f"clients {missing} of {self.num_clients} have not connected{refused}"
+            if now - begun > timeout:
                 raise FederationError(
                     f"{state} within {timeout:g} seconds: start the others, or lower num_clients"
                 )
-            if len(self._failed) == len(self._nodes) >= self.num_clients:
-                raise FederationError(f"all clients have failed{failed}")
             if now - said > NOTICE:
                 said = now
                 LOG.info("lightning_fl: %s. Waiting for them", state)
-                self._failed.clear()  # they are asked again
+                members.refused.clear()  # they are asked again
             time.sleep(PAUSE)
-
-    def _failures(self) -> str:
-        return "".join(f"; node {node} has failed: {why}" for node, why in self._failed.items())
+            self._ask(grid)
 
     def _ask(self, grid: Grid) -> None:
         """Ask new nodes which client they are, and read the answers that have come."""
-        self._nodes = set(grid.get_node_ids())
-        self.clients = {node: i for node, i in self.clients.items() if node in self._nodes}
-        self._failed = {node: why for node, why in self._failed.items() if node in self._nodes}
-        self._replaced = {node: at for node, at in self._replaced.items() if node in self._nodes}
-        known = {*self.clients, *self._failed, *self._replaced, *self._asked.values()}
+        members, nodes = self.members, set(grid.get_node_ids())
+        members.keep(nodes)
+        known = {*members.clients, *members.refused, *self._asked.values()}
         messages = [
-            Message(RecordDict(), node, MessageType.QUERY) for node in sorted(self._nodes - known)
+            Message(RecordDict(), node, MessageType.QUERY) for node in sorted(nodes - known)
         ]
         pushed = set(grid.push_messages(messages) if messages else ())
         sent = {each.metadata.message_id: each.metadata.dst_node_id for each in messages}
@@ -205,48 +174,9 @@ class FederationStrategy(Strategy):
         for answer in grid.pull_messages(list(self._asked)) if self._asked else ():
             node = self._asked.pop(answer.metadata.reply_to_message_id)
             try:
-                about = about_in(answer)
+                members.admit(node, content_of(answer).get("client"))
             except FederationError as error:
-                self._failed[node] = str(error)
-                rank_zero_warn(f"node {node} has failed and is not used: {error}")
-                continue
-            self._admit(node, **about)
-
-    def _admit(
-        self, node: int, client: int, num_samples: int, batches_per_epoch: int, version: str
-    ) -> None:
-        """Take a node up as a client, also one that has been away."""
-        work = num_samples, batches_per_epoch
-        try:
-            self._check(client, work, version)
-        except FederationError as error:
-            if not self._is_begun:
-                raise
-            rank_zero_warn(str(error))
-            self._failed[node] = str(error)
-            return
-        for former in [n for n, i in self.clients.items() if i == client]:
-            del self.clients[former]  # it was killed, and the SuperLink has yet to see it
-            self._replaced[former] = time.monotonic(), client
-        self.clients[node], self._work[client] = client, work
-
-    def _check(self, client: int, work: tuple[int, int], version: str) -> None:
-        """Check that a node can be a client.
-
-        Raises:
-            FederationError: If it cannot.
-        """
-        if not 0 <= client < self.num_clients:
-            raise FederationError(
-                f"a node is client {client}, but there are {self.num_clients} clients: set"
-                " partition-id of each SuperNode to a number from 0, or raise num_clients"
-            )
-        check_version(version, f"client {client}", "the server")
-        if self._is_begun and self._work[client] != work:
-            raise FederationError(
-                f"client {client} has come back with other samples: to use them, stop the run and"
-                " resume it"
-            )
+                members.refuse(node, error)
 
     # --- rounds -----------------------------------------------------------------------------------
 
@@ -258,9 +188,9 @@ class FederationStrategy(Strategy):
         Raises:
             FederationError: If none of them has a node any more.
         """
-        self._failed.clear()  # they are asked again
+        self.members.refused.clear()  # they are asked again
         self._ask(grid)
-        node_of = {client: node for node, client in self.clients.items()}
+        node_of = {client: node for node, client in self.members.clients.items()}
         tasks = self.server.tasks()
         if gone := [task.client for task in tasks if task.client not in node_of]:
             why = f"round {self.server.round + 1}: clients {gone} are not connected"
@@ -279,7 +209,7 @@ class FederationStrategy(Strategy):
         """Aggregate the replies and write the checkpoint.
 
         Raises:
-            FederationError: If all clients have failed.
+            FederationError: If no client has replied, or all clients have failed and never worked.
         """
         late, found, failure = dict(self._training), dict[int, Reply](), ""
         this = f"round {self.server.round + 1}"
@@ -300,7 +230,9 @@ class FederationStrategy(Strategy):
                 f" {self._timeout:g} seconds and are dropped. If they train longer, raise timeout"
             )
             rank_zero_warn(failure)
-        if self._training and not found:
+        self._is_proven |= bool(found)
+        has_none = self._training and not found
+        if has_none and (not self._is_proven or late == self._training):
             raise FederationError(f"all clients have failed. {failure}")
         metrics = self.server.finish(found)
         known = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -369,22 +301,8 @@ def content_of(message: Message) -> RecordDict:
         FederationError: If the node has failed.
     """
     if message.has_error():
-        raise FederationError(str(message.error.reason))
+        raise FederationError(one_line(message.error.reason, 500))
     return message.content
-
-
-def about_in(message: Message) -> dict[str, Any]:
-    """Return what a node says of its client before the first round.
-
-    Raises:
-        FederationError: If it has failed, or the message is another one.
-    """
-    content = content_of(message)
-    with error_context("its answer is not that of a client", Exception):
-        about = content["client"]
-        numbers = ("client", "num_samples", "batches_per_epoch")
-        known: dict[str, Any] = {name: int(about[name]) for name in numbers}
-        return {**known, "version": str(about.get("version", ""))}
 
 
 def reply_in(message: Message) -> Reply:
@@ -395,7 +313,8 @@ def reply_in(message: Message) -> Reply:
     """
     content = content_of(message)
     with error_context("its message is not a reply", Exception):
-        return Reply.unpack(content["reply"], content["tensors"].to_torch_state_dict())
+        tensors = content["tensors"].to_torch_state_dict()
+    return Reply.unpack(content.get("reply"), tensors)
 
 
 #: Beginning of the names of a client's states in its context, before the id of an update.
@@ -444,7 +363,7 @@ def client_app(
     def query(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
         if folder is not None:
-            check_writable(file_of(client, folder))
+            file_of(client, folder)
         about = ConfigRecord(remote(context).about(client))
         return Message(RecordDict({"client": about}), reply_to=message)
 

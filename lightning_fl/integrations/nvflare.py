@@ -15,22 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
-from lightning_fl.files import check_writable
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import (
-    FIELDS,
-    Kept,
-    Reply,
-    Task,
-    check_version,
-    file_of,
-)
+from lightning_fl.integrations.exchange import FIELDS, Kept, Task, file_of
+from lightning_fl.integrations.messages import Members, Reply, typed
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 
@@ -91,11 +84,11 @@ class FederationAggregator(ModelAggregator):
             raise FederationError(
                 "NVFlare keeps and sends the whole model: set send_frozen=True of RemoteServer"
             )
-        self._work: dict[int, tuple[int, int]] = {}
-        self._site_of: dict[int, str] = {}
+        self._members = Members("site")
         self._replies: dict[int, Reply] = {}
-        self._problem: str | None = None
-        self._num_rounds, self._is_begun, self._sends_arrays = 0, False, False
+        #: Numbers of NVFlare's rounds that sites have received, and the number of rounds left.
+        self._rounds: set[int] = set()
+        self._num_rounds, self._sends_arrays = 0, False
         #: Id of the updates of this round.
         self._update = 0
 
@@ -111,32 +104,24 @@ class FederationAggregator(ModelAggregator):
 
     def accept_model(self, model: FLModel) -> None:
         """Keep the reply of a site."""
-        site, found = model.meta.get("client_name", "?"), model.meta.get(KEY)
-        if found is None:
-            self._problem = (  # NVFlare only logs errors that are raised here
-                f"{site} has sent a model of another kind: its training script has to call"
-                " lightning_fl.integrations.nvflare.run_client"
-            )
-        elif not self._is_begun:
-            try:
-                self._meet(site, found)
-            except FederationError as error:
-                self._problem = str(error)
-        elif self._site_of.get(client := int(found["client"])) == site:
-            if found["update"] == self._update:  # not a reply that comes late
-                self._replies[client] = Reply.unpack(found, tensors(model.params))
-        else:
-            rank_zero_warn(
-                f"{site} has joined after the first round and is not used: set min_clients of the"
-                " recipe to the number of sites"
-            )
+        site, members = model.meta.get("client_name", "?"), self._members
+        message = model.meta.get(KEY)
+        try:
+            if not members.is_begun:
+                self._rounds.add(typed(message, {"num_rounds": int})["num_rounds"])
+                members.admit(site, message)
+                return
+            if (client := members.clients.get(site)) is None:
+                raise FederationError("it has joined after the first round: raise min_clients")
+            if typed(message, {"update": int})["update"] == self._update:  # not idle, and not late
+                self._replies[client] = Reply.unpack(message, model.params)
+        except FederationError as error:
+            members.refuse(site, error)
 
     def aggregate_model(self) -> FLModel:
         """Return the new global model, with the plan of the next round."""
-        if self._problem is not None:
-            raise FederationError(self._problem)
         server, metrics = self._server, dict[str, float]()
-        if not self._is_begun:
+        if not self._members.is_begun:
             self._begin()
         elif not self._is_done():
             metrics = server.finish(self._replies)
@@ -157,30 +142,18 @@ class FederationAggregator(ModelAggregator):
 
     # --- the federation ---------------------------------------------------------------------------
 
-    def _meet(self, site: str, about: Mapping[str, Any]) -> None:
-        check_version(about.get("version", ""), site, "the server")
-        if (client := about["client"]) in self._site_of:
-            raise FederationError(
-                f"{self._site_of[client]} and {site} are both client {client}: give run_client"
-                " another number on each site, from 0"
-            )
-        self._site_of[client] = site
-        self._work[client] = about["num_samples"], about["batches_per_epoch"]
-        self._num_rounds = about["num_rounds"] - 1  # without this one
-
     def _begin(self) -> None:
-        count = len(self._work)
-        if sorted(self._work) != list(range(count)) or not count:
+        members, known = self._members, sorted(self._members.clients.values())
+        if members.refused or known != [*range(len(known))] or len(self._rounds) != 1:
             raise FederationError(
-                f"the sites are clients {sorted(self._work)}: give run_client the numbers from 0 to"
-                " the number of sites - 1"
+                f"the sites are clients {known}: give run_client the numbers from 0 to the number"
+                f" of sites - 1{members.refusals()}"
             )
         initial = self.fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)[ModelLearnableKey.WEIGHTS]
         self._sends_arrays = not any(isinstance(value, Tensor) for value in initial.values())
-        samples, batches = zip(*(self._work[i] for i in range(count)), strict=True)
-        num_rounds, server = self._num_rounds, self._server
-        server.begin(samples, batches, num_rounds, tensors(initial), self.checkpoint)
-        self._is_begun = True
+        (rounds,), server = self._rounds, self._server
+        self._num_rounds = rounds - 1  # without this one
+        server.begin(*members.work(), self._num_rounds, tensors(initial), self.checkpoint)
         if server.round:
             rank_zero_info(f"resuming after round {server.round} from {self.checkpoint}")
 
@@ -200,13 +173,6 @@ def tensors(found: Mapping[str, Any]) -> dict[str, Tensor]:
 def arrays(found: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return tensors as arrays."""
     return {name: tensor.cpu().numpy() for name, tensor in found.items()}
-
-
-def pack_reply(reply: Reply) -> FLModel:
-    """Return the message with a reply."""
-    about, params = reply.pack()
-    metrics = {"train_loss": reply.loss} if math.isfinite(reply.loss) else {}
-    return FLModel(params=params, metrics=metrics, meta={KEY: about})
 
 
 # --- sites ----------------------------------------------------------------------------------------
@@ -232,21 +198,16 @@ def run_client(
     own = number_of(flare.get_site_name()) if client is None else client
     own = check_integer("client", own, min=0)
     file = None if folder is None else file_of(own, folder)
-    if file is not None:
-        check_writable(file)
-    kept = Kept()
+    kept, nothing = Kept(), {"delta": torch.zeros(0)}  # NVFlare ignores messages without tensors
     while flare.is_running() and (received := flare.receive()) is not None:
         asked = received.meta.get(KEY)
         if asked is None:  # the first round
             about = {**remote.about(own), "num_rounds": received.total_rounds}
-            # NVFlare ignores messages without parameters.
-            flare.send(FLModel(params={"delta": torch.zeros(0)}, meta={KEY: about}))
+            flare.send(FLModel(params=nothing, meta={KEY: about}))
             continue
         plan = [each for each in asked["plan"] if each["client"] == own]
         if not plan:
-            none = torch.zeros(0)
-            idle = Reply(own, 0, 0, math.nan, math.nan, "not sampled", none, none, {})
-            flare.send(pack_reply(idle))
+            flare.send(FLModel(params=nothing, meta={KEY: {"update": 0}}))
             continue
         task = Task(
             **plan[0],
@@ -258,7 +219,9 @@ def run_client(
         reply, kept = remote.train(task, kept)
         if file is not None:
             kept.write(file)
-        flare.send(pack_reply(reply))
+        about, params = reply.pack()
+        metrics = {"train_loss": reply.loss} if math.isfinite(reply.loss) else {}
+        flare.send(FLModel(params=params, metrics=metrics, meta={KEY: about}))
 
 
 def number_of(site: str) -> int:

@@ -13,7 +13,7 @@ from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.datamodules.splits import Split
-from lightning_fl.integrations.exchange import Reply
+from lightning_fl.integrations.messages import Reply
 from lightning_fl.runners import ClientRunner
 from lightning_fl.runners.optimizer import Rows
 
@@ -25,8 +25,8 @@ class RemoteRunner(ClientRunner):
     """
 
     trains_here = False
-    #: Reply of the client whose update is collected.
-    reply: Reply
+    #: What the clients have been sent and have sent back; set by the server.
+    exchange: Exchange
 
     def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
         """Load the model from which the client starts."""
@@ -37,16 +37,16 @@ class RemoteRunner(ClientRunner):
 
     def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
         """Return the update and the counters of the reply."""
-        device = state.vector.device
-        return self.reply.delta[None].to(device), self.reply.counters[None].to(device)
+        device, reply = state.vector.device, self.exchange.reply
+        return reply.delta[None].to(device), reply.counters[None].to(device)
 
     def reported(self, outputs: Any) -> Tensor:
         """Return the loss of the reply."""
-        return torch.tensor([self.reply.loss], dtype=torch.float64)
+        return torch.tensor([self.exchange.reply.loss], dtype=torch.float64)
 
     def mean_lr(self, steps: int, lr: float) -> float:
         """Return the learning rate of the reply."""
-        return self.reply.lr
+        return self.exchange.reply.lr
 
     def rows(self) -> list[dict[str, Tensor]]:
         """Return nothing: the client keeps its tensors."""
@@ -70,12 +70,13 @@ class Exchange(ClientPart):
     Its memory of a client is the last update that it has used.
     """
 
+    #: Reply of the client whose update is collected.
+    reply: Reply
+
     def __init__(self) -> None:
         #: Id of the updates of this round, and of the client's last used one.
         self.update = self.last = 0
         self.broadcast: Mapping[str, Tensor] = {}
-        #: Tensors that came with the update.
-        self.extras: Mapping[str, Tensor] = {}
 
     def initial_memory(self, federation: Federation) -> dict[str, Tensor]:
         """Return the id of no update."""
@@ -90,7 +91,8 @@ class Exchange(ClientPart):
     def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
         """Remember the update, and return the tensors that came with it."""
         memory["last"] = torch.full_like(memory["last"], self.update)
-        return {name: value.to(client.delta.device) for name, value in self.extras.items()}
+        device = client.delta.device
+        return {name: value.to(device) for name, value in self.reply.extras.items()}
 
 
 class Elsewhere(FederatedDataModule):
@@ -102,12 +104,13 @@ class Elsewhere(FederatedDataModule):
     """
 
     checksum = ""  # a resumed run may have other samples, with a warning
+    samples_are = "training samples"
     sample_bytes = 0
 
     def __init__(self, num_samples: Sequence[int], batches_per_epoch: Sequence[int]) -> None:
         super().__init__(num_clients=len(num_samples), batch_size=None, val_size=0)
         parts = [torch.zeros(1, dtype=torch.int64).expand(count) for count in num_samples]
-        self.split = Split(parts=parts, stream_steps=[parts], samples=f"{sum(num_samples)} samples")
+        self.split = Split(parts=parts, stream_steps=[parts], samples=str(sum(num_samples)))
         self._num_batches = torch.tensor(batches_per_epoch, dtype=torch.int64)
 
     @property
@@ -120,4 +123,4 @@ class Elsewhere(FederatedDataModule):
 
     def train_dataloader(self) -> Any:
         """Return batches that nobody reads."""
-        return [0] * int(self._num_batches.max())
+        return range(int(self._num_batches.max()))  # a list of as many as clients say may be large

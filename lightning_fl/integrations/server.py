@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,13 +23,14 @@ from lightning_fl.federation.checkpoints import unsaved_values
 from lightning_fl.federation.dropped import CAUSES, describe_losses
 from lightning_fl.federation.results import weights_and_losses
 from lightning_fl.federation.round import Round
-from lightning_fl.files import check_writable, error_context
+from lightning_fl.files import check_writable, error_context, one_line
 from lightning_fl.hooks import quiet
-from lightning_fl.integrations.exchange import Reply, Task, client_side, exchange_id
+from lightning_fl.integrations.exchange import Task, client_side, exchange_id
+from lightning_fl.integrations.messages import Expected, Reply
 from lightning_fl.integrations.runner import Elsewhere, Exchange, RemoteRunner
 from lightning_fl.options import check_flag
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners.constants import constant_parameters, digest
+from lightning_fl.runners.constants import digest
 from lightning_fl.samplers import ClientSampler
 
 #: Name of the logger of what a Trainer reports at the start and the end of each fit.
@@ -148,9 +148,7 @@ class RemoteServer(FederatedLoop):
             check_writable(self.file)
         resumed = self.file if self.file is not None and self.file.exists() else None
         if resumed is not None and initial is not None:  # has what the checkpoint leaves out
-            names = constant_parameters(self.module, exchange_frozen=False)
-            known = {name: value for name, value in initial.items() if name in names}
-            self.module.load_state_dict(known, strict=False)
+            self.module.load_state_dict(initial, strict=False)
         options = {name: self.trainer_options[name] for name in OF_MODULE & {*self.trainer_options}}
         trainer = trainer_of({**options, "accelerator": "cpu"}, self, num_rounds)
         data = Elsewhere(num_samples, batches_per_epoch)
@@ -174,7 +172,7 @@ class RemoteServer(FederatedLoop):
         self._prepared.planner.change = in_one_step
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set up the rules, and end the fit.
+        """Set up the rules.
 
         Raises:
             FederationError: If the module has a learning rate scheduler, or a state that cannot be
@@ -188,6 +186,11 @@ class RemoteServer(FederatedLoop):
                     " sent to clients: keep it in a buffer, or use FederatedLoop"
                 )
         super().on_fit_start(trainer, pl_module)
+        assert isinstance(self.runner, RemoteRunner)
+        self.runner.exchange = self._exchange
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the fit after this hook of the module."""
         trainer.should_stop = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -287,47 +290,30 @@ class RemoteServer(FederatedLoop):
 
     def _collect(self, step: Step, client: int, reply: Reply | None) -> None:
         """Pass the update of a client to the rule, or drop the client."""
-        round, runner = self._current, self.runner
+        round, fit = self._current, self.fit
         if reply is None or reply.dropped:
             cause = "" if reply is None else reply.dropped
             round.results.dropped[client] = cause if cause in CAUSES else "dropped_out"
             return
+        expected = Expected(
+            client,
+            self._exchange.update,
+            int(fit.planner.num_samples[client]),
+            fit.lr(round.plan, step.rows[0]),
+            round.server,
+            needs_loss="client_losses" in self.policy.learns_from,
+        )
         try:
-            self._check(client, reply)
-            assert isinstance(runner, RemoteRunner)
-            runner.reply, self._exchange.extras = reply, reply.extras
+            if problem := reply.problem(expected):
+                raise FederationError(f"{problem}. Use the same module, data and options on both")
+            self._exchange.reply = reply
             round.report(step, None)
             round.collect(step)
         except FederationError as error:  # rules check an update before they add it
             self.store.new.pop(client, None)
-            rank_zero_warn(f"round {round.plan.round + 1}: client {client} is dropped: {error}")
+            why = f"client {client} is dropped: {one_line(error, 500)}"
+            rank_zero_warn(f"round {round.plan.round + 1}: {why}")
             round.results.dropped[client] = "dropped_out"
-
-    def _check(self, client: int, reply: Reply) -> None:
-        """Check that an update is one of this federation.
-
-        Raises:
-            FederationError: If it is one of another client or round or has another size or dtype,
-                or the client has other samples.
-        """
-        if (reply.client, reply.update) != (client, self._exchange.update):
-            raise FederationError(f"it has sent an earlier reply, or that of client {reply.client}")
-        if reply.num_samples != (known := int(self.fit.planner.num_samples[client])):
-            raise FederationError(
-                f"it has trained {reply.num_samples} samples, and had {known} when the run began."
-                " To use them, stop the run and resume it"
-            )
-        if not math.isfinite(reply.lr):
-            raise FederationError(f"it has trained with the learning rate {reply.lr}")
-        start = self._current.server
-        if not (is_like(reply.delta, start.vector) and is_like(reply.counters, start.counters)):
-            raise FederationError(
-                f"it sent an update of {reply.delta.numel()} values in {reply.delta.dtype}, and the"
-                f" model exchanges {start.vector.numel()} in {start.vector.dtype}: use the same"
-                " module, buffers and local_parameters on the server and on all clients"
-            )
-        if other := [name for name, t in reply.extras.items() if not is_of_one(t)]:
-            raise FederationError(f"it sent {other[0]}, which is not that of one client")
 
 
 def steps_of(plan: RoundPlan) -> list[Step]:
@@ -393,16 +379,6 @@ def counted(trained: Tensor | None, size: int, rule: Aggregator) -> int:
     if not rule.needs_trained_mask:
         return -1
     return size if trained is None else int(trained.sum())
-
-
-def is_like(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether tensors have the same shape, layout and dtype."""
-    return (tensor.shape, tensor.layout, tensor.dtype) == (other.shape, other.layout, other.dtype)
-
-
-def is_of_one(tensor: Tensor) -> bool:
-    """Return whether a tensor has one row, for one client."""
-    return tensor.shape[:1] == (1,) and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

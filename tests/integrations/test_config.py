@@ -12,8 +12,6 @@ import quick_cli
 from apart import run
 from lightning_fl.cli.parts import read_config
 from lightning_fl.integrations.exchange import Kept
-from lightning_fl.types import FederationError
-from tutorial import trainer
 
 CONFIG = """
 seed_everything: 3
@@ -81,12 +79,6 @@ def test_clients_get_every_option_of_theirs(config):
     assert options == {name: getattr(found.loop.options, name) for name in [*given, "phases"]}
     assert [phase.train for phase in options["phases"]] == ["local", "shared"]
     assert options["update_transforms"][0].fraction == 0.5
-
-
-def test_a_site_trains_its_own_samples(config):
-    found = read_config(config)
-    own = torch.utils.data.TensorDataset(torch.randn(50, 1, 8, 8), torch.arange(50) % 10)
-    assert found.client(own).work(2) == (50, 2)  # in batches of 32, as in the configuration
 
 
 def test_a_site_has_the_loader_and_the_hooks_of_the_configuration(config):
@@ -199,14 +191,3 @@ def test_a_file_of_ones_own_that_the_app_would_replace_is_refused(config, monkey
         quick_cli.call("export", "flower", str(changed(federation=federation)), "--output", "app")
     monkeypatch.delitem(sys.modules, "client_app")
     assert "rename it" in capsys.readouterr().err
-
-
-def test_other_options_are_those_of_a_loop_in_python(config, tmp_path):
-    found = read_config(config)
-    assert found.loop.options.clients_per_round == 3
-    trainer(tmp_path, found.loop, rounds=1).fit(found.module, datamodule=found.data)
-
-
-def test_errors_of_a_configuration_have_no_usage_of_another_program(config):
-    with pytest.raises((SystemExit, FederationError)):
-        read_config("missing.yaml")

@@ -22,7 +22,7 @@ from apart import (
 )
 from lightning_fl.aggregators import PFNM, FedAdam, FedBuff, Scaffold
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import Kept
+from lightning_fl.integrations.exchange import Kept, file_of
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.objectives import ClientModule
 from lightning_fl.policies import HyperparameterPolicy
@@ -104,12 +104,6 @@ def test_client_keeps_the_states_of_its_last_used_and_its_last_update(tmp_path):
     assert Kept.read(tmp_path / "client.pt").at(17)["c"] == 1
 
 
-def test_damaged_state_of_a_client_says_what_to_do(tmp_path):
-    (tmp_path / "client-0.pt").write_bytes(b"PK")
-    with pytest.raises(FederationError, match=r"client-0\.pt is damaged: restore it, or delete it"):
-        Kept.read(tmp_path / "client-0.pt")
-
-
 class Payload:
     """Runs code when it is unpickled."""
 
@@ -120,11 +114,48 @@ class Payload:
         return (os.mkdir, (str(self.path),))
 
 
-def test_hostile_state_of_a_client_runs_no_code(tmp_path):
-    torch.save({"states": Payload(tmp_path / "ran")}, tmp_path / "hostile.pt")
-    with pytest.raises(FederationError, match=r"hostile\.pt is damaged"):
-        Kept.read(tmp_path / "hostile.pt")
+def of_torch(content):
+    return lambda path: torch.save(content, path)
+
+
+def flip_a_bit(path):
+    Kept({7: {"c": torch.zeros(9999)}}).write(path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_bytes(b"PK"),
+        flip_a_bit,
+        of_torch([1, 2]),
+        of_torch({"states": {"7": {}}}),
+        of_torch({"states": {7: {"c": 1}}}),
+        lambda path: torch.save({"states": Payload(path.parent / "ran")}, path),
+    ],
+)
+def test_damaged_or_hostile_state_of_a_client_says_what_to_do(tmp_path, write):
+    write(tmp_path / "client-0.pt")
+    with pytest.raises(FederationError, match=r"client-0\.pt is damaged: restore it, or delete it"):
+        Kept.read(tmp_path / "client-0.pt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_state_of_another_module_is_refused_before_a_client_trains():
+    server, clients = federation(module, Scaffold())
+    replies_of(clients, (tasks := server.tasks()), {})
+    kept = Kept({5: {"part.0.control": torch.zeros(3)}})
+    with pytest.raises(FederationError, match=r"client 0 keeps 'part\.0\.control' of shape \[3\]"):
+        clients[0].train(replace(tasks[0], last=5), kept)
+
+
+def test_file_of_a_killed_client_leaves_nothing(tmp_path):
+    (left := tmp_path / ".client-0.pt.abcdefgh.tmp").touch()
+    (other := tmp_path / ".client-10.pt.abcdefgh.tmp").touch()
+    assert file_of(0, tmp_path) == tmp_path / "client-0.pt"
+    assert (left.exists(), other.exists()) == (False, True)
 
 
 def test_damaged_or_unwritable_checkpoint_is_named_before_clients_train(tmp_path):
@@ -142,6 +173,13 @@ def test_damaged_or_unwritable_checkpoint_is_named_before_clients_train(tmp_path
     ]:
         with pytest.raises(FederationError, match=match):
             federation(module, FedAdam(), checkpoint=path)
+
+
+def test_resumed_server_names_a_changed_number_of_samples(tmp_path):
+    server, clients = federation(module, checkpoint=tmp_path / "server.pt")
+    run(server, clients, rounds=1)
+    with pytest.warns(UserWarning, match="training samples is 65, was 60"):
+        server.begin([13] * 5, [3] * 5, checkpoint=tmp_path / "server.pt")
 
 
 def test_abandoned_round_leaves_the_last_global_model():
@@ -187,20 +225,38 @@ SPOILED = {
         "44 values in torch.float32",
     ),
     "layout": (lambda reply: replace(reply, delta=reply.delta.to_sparse()), "44 values in"),
-    "counters": (lambda reply: replace(reply, counters=torch.zeros(3)), "the model exchanges 44"),
+    "counters": (lambda reply: replace(reply, counters=torch.zeros(3)), "and the model has 44"),
     "nan": (lambda reply: replace(reply, delta=reply.delta * torch.nan), r"\(non-finite values\)"),
     "nothing more": (lambda reply: replace(reply, extras={}), "requires control_change of the cli"),
     "more": (lambda reply: with_extra(reply, torch.ones(1, 1)), r"of shape \(44,\) .* got \(1,\)"),
-    "of two": (lambda reply: with_extra(reply, torch.ones(2, 44)), "not that of one client"),
-    "number": (lambda reply: with_extra(reply, torch.tensor(torch.nan)), "not that of one client"),
+    "of two": (lambda reply: with_extra(reply, torch.ones(2, 44)), "not numbers of one client"),
+    "number": (
+        lambda reply: with_extra(reply, torch.tensor(torch.nan)),
+        r"shape \[\] in",
+    ),
     "sparse": (
         lambda reply: with_extra(reply, torch.ones(1, 44).to_sparse()),
-        "not that of one client",
+        "not numbers of one",
+    ),
+    "complex": (
+        lambda reply: with_extra(reply, torch.ones(1, 44) * 1j),
+        "torch.complex64, not ",
+    ),
+    "eight bits": (
+        lambda reply: with_extra(reply, torch.ones(1, 44).to(torch.float8_e5m2)),
+        "in torch.float8_e5m2, not numbers",
+    ),
+    "name": (
+        lambda reply: replace(reply, extras={"\x1b[2J\n" * 999: torch.ones(1) / 0}),
+        r"'\\x1b",
     ),
     "rate": (lambda reply: replace(reply, lr=float("nan")), "with the learning rate nan"),
-    "samples": (lambda reply: replace(reply, num_samples=13), "it has trained 13 .* had 12"),
+    "negative rate": (lambda reply: replace(reply, lr=-0.1), "rate -0.1, and was sent 0"),
+    "large rate": (lambda reply: replace(reply, lr=1e9), r"learning rate 1e\+09, and was sent 0"),
+    "loss": (lambda reply: replace(reply, loss=float("inf")), "it sent the loss inf"),
+    "samples": (lambda reply: replace(reply, num_samples=13), "it trained 13 .* had 12"),
     "client": (lambda reply: replace(reply, client=1), "reply, or that of client 1"),
-    "round": (lambda reply: replace(reply, update=7), "it has sent an earlier reply"),
+    "round": (lambda reply: replace(reply, update=7), "it sent an earlier reply"),
     "cause": (lambda reply: replace(reply, dropped="x" * 999), r"\(dropped out\)"),
 }
 
@@ -214,6 +270,8 @@ def test_update_that_does_not_fit_drops_its_client_alone(name):
     with pytest.warns(UserWarning, match="client 2 ") as caught:
         assert server.finish(replies | {2: spoil(replies[2])})["dropped"] == 1
     assert re.search(f"client 2 .*{message}", said(caught))
+    assert all(len(str(each.message)) < 600 for each in caught)
+    assert said(caught).replace("\n", "").isprintable()
     replies = replies_of(clients, expected.tasks(), {})
     del replies[2]
     with pytest.warns(UserWarning, match=r"round 1: dropped 1 of 5 client updates: client 2 \("):

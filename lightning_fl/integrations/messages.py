@@ -1,0 +1,277 @@
+"""What clients send to a server, and the one place where it is checked.
+
+A transport says who has sent a message. Nothing else in it is trusted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_fl import __version__
+from lightning_fl.contracts.update import ServerState
+from lightning_fl.errors import FederationError
+from lightning_fl.files import one_line, short_repr
+
+#: Beginning of the names of ``Reply.extras`` among the tensors of a reply.
+EXTRA = "extras."
+#: Dtypes of extras, with which every rule calculates.
+#:
+#: :meta hide-value:
+REAL = {torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16}
+REAL |= {torch.float32, torch.float64}
+#: Numbers of samples and clients are smaller.
+MOST = 2**40
+#: A client's mean learning rate is at most so many times the one that it was sent: warm-up and
+#: hooks of a module change it, and rules multiply with it.
+MOST_LR = 10
+
+
+def check_version(version: str, other: str, own: str) -> None:
+    """Check that the program at the other end trains and aggregates as this one does.
+
+    Args:
+        version: Version of this package there.
+        other: Name of the other program for the message.
+        own: Name of this program.
+
+    Raises:
+        FederationError: If the versions differ.
+    """
+    if version != __version__:
+        raise FederationError(
+            f"{other} has version {one_line(version)} of lightning_fl, and {own} {__version__}:"
+            " install the same version on both"
+        )
+
+
+def typed(message: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """Return the numbers and texts of a message.
+
+    Raises:
+        FederationError: If one is missing, or has another type; integers have 64 bits.
+
+    Example:
+        >>> typed({"client": 3, "text": "more"}, {"client": int})
+        {'client': 3}
+    """
+    values = dict(message) if isinstance(message, Mapping) else {}
+    for name, kind in kinds.items():
+        value = values.get(name)
+        is_large = isinstance(value, int) and not -(2**63) <= value < 2**63
+        if type(value) is not kind or is_large:
+            raise FederationError(f"its {name} is not the {kind.__name__} that lightning_fl sends")
+    return {name: values[name] for name in kinds}
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Hold what a client says before the first round.
+
+    Args:
+        client: Id of the client.
+        num_samples: Number of training samples.
+        batches_per_epoch: Number of batches in a local epoch.
+        version: Version of this package on the client.
+    """
+
+    client: int
+    num_samples: int
+    batches_per_epoch: int
+    version: str = __version__
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Hold what a client sends back.
+
+    Args:
+        client: Id of the client.
+        update: Id of the update, from the task.
+        num_samples: Number of training samples.
+        lr: Mean learning rate over the local steps.
+        loss: Loss of the received model in the first local step.
+        dropped: Why there is no usable update; empty if there is one.
+        delta: Update of the client, ``[P]``; empty if the client has no usable update.
+        counters: Integer buffers, ``[C]``.
+        extras: Tensors of the rule's client parts.
+    """
+
+    client: int
+    update: int
+    num_samples: int
+    lr: float
+    loss: float
+    dropped: str
+    delta: Tensor
+    counters: Tensor
+    extras: Mapping[str, Tensor]
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the numbers and texts of the reply, and its tensors."""
+        about = {name: kind(getattr(self, name)) for name, kind in REPLY.items()}
+        extras = {f"{EXTRA}{name}": value for name, value in self.extras.items()}
+        return about, {"delta": self.delta, "counters": self.counters, **extras}
+
+    @classmethod
+    def unpack(cls, about: Any, tensors: Mapping[str, Any]) -> Reply:
+        """Return the reply of which :meth:`pack` has returned the parts.
+
+        Raises:
+            FederationError: If it is not one.
+        """
+        known = typed(about, REPLY)
+        try:
+            found = {f"{name}": torch.as_tensor(value) for name, value in tensors.items()}
+            delta, counters = found["delta"], found["counters"]
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise FederationError(f"its message is not a reply: {one_line(error)}") from error
+        extras = {n.removeprefix(EXTRA): t for n, t in found.items() if n.startswith(EXTRA)}
+        return cls(**known, delta=delta, counters=counters, extras=extras)
+
+    def problem(self, expected: Expected) -> str:
+        """Return what is wrong with the reply; empty if a rule may see it.
+
+        Values that are not finite are dropped by the round, as in a simulation. A rule checks the
+        names and shapes of its extras before it adds an update.
+
+        Args:
+            expected: What is known of the reply.
+        """
+        vector, counters = expected.start
+        if (self.client, self.update) != (expected.client, expected.update):
+            return f"it sent an earlier reply, or that of client {self.client}"
+        if self.num_samples != expected.num_samples:
+            return f"it trained {self.num_samples} samples, and had {expected.num_samples} before"
+        if not 0 <= self.lr <= MOST_LR * expected.lr:
+            return f"it trained with the learning rate {self.lr:g}, and was sent {expected.lr:g}"
+        if math.isinf(self.loss) or (expected.needs_loss and math.isnan(self.loss)):
+            return f"it sent the loss {self.loss}"
+        if not (is_like(self.delta, vector) and is_like(self.counters, counters)):
+            own = f"{self.delta.numel()} values in {self.delta.dtype}"
+            return f"it sent {own}, and the model has {vector.numel()} in {vector.dtype}"
+        for name, value in self.extras.items():
+            is_one = value.shape[:1] == (1,) and value.layout == torch.strided
+            if not (is_one and value.dtype in REAL and name.isprintable() and len(name) < 100):
+                kind = f"{list(value.shape)} in {value.dtype}"
+                return f"it sent {short_repr(name)} of shape {kind}, not numbers of one client"
+        return ""
+
+
+#: Types of the numbers and texts of a first message, and of a reply.
+#:
+#: :meta hide-value:
+HELLO = get_type_hints(Hello)
+REPLY = {name: kind for name, kind in get_type_hints(Reply).items() if kind in (int, float, str)}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Hold what a server knows of a reply before it comes.
+
+    Args:
+        client: Id of the client.
+        update: Id of the updates of the round.
+        num_samples: Number of samples that the client has declared.
+        lr: Learning rate that it was sent.
+        start: Model from which it has started.
+        needs_loss: Whether the policy learns from its loss.
+    """
+
+    client: int
+    update: int
+    num_samples: int
+    lr: float
+    start: ServerState
+    needs_loss: bool
+
+
+def is_like(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether tensors have the same shape, layout and dtype."""
+    return (tensor.shape, tensor.layout, tensor.dtype) == (other.shape, other.layout, other.dtype)
+
+
+class Members:
+    """Clients of a server: a number belongs to the sender that has come with it first.
+
+    It is free again when the transport no longer knows this sender. What a client has declared
+    when the run begins holds for the whole run.
+
+    Args:
+        sender: Word for a sender, such as "node".
+        num_clients: Number of clients; None if the senders decide it.
+    """
+
+    def __init__(self, sender: str, num_clients: int | None = None) -> None:
+        self.sender, self.num_clients = sender, num_clients
+        #: Client of each sender, and why senders are not used.
+        self.clients: dict[Any, int] = {}
+        self.refused: dict[Any, str] = {}
+        #: What clients have declared.
+        self.declared: dict[int, Hello] = {}
+        self.is_begun = False
+
+    def name(self, sender: Any) -> str:
+        """Return the name of a sender for messages."""
+        return f"{self.sender} {one_line(sender)}"
+
+    def keep(self, senders: Collection[Any]) -> None:
+        """Forget all other senders: their numbers are free."""
+        self.clients = {each: i for each, i in self.clients.items() if each in senders}
+        self.refused = {each: why for each, why in self.refused.items() if each in senders}
+
+    def admit(self, sender: Any, message: Any) -> None:
+        """Take a sender up as the client that its first message names, or note why not.
+
+        Args:
+            sender: The sender.
+            message: Values of :class:`Hello` by name.
+        """
+        try:
+            said = Hello(**typed(message, HELLO))
+            check_version(said.version, f"client {said.client}", "the server")
+        except FederationError as error:
+            self.refuse(sender, error)
+            return
+        if problem := self._problem(sender, said):
+            self.refuse(sender, problem)
+        else:
+            self.clients[sender], self.declared[said.client] = said.client, said
+
+    def _problem(self, sender: Any, said: Hello) -> str:
+        """Return why a sender cannot be the client that it says; empty if it can."""
+        client, samples, batches = said.client, said.num_samples, said.batches_per_epoch
+        most = self.num_clients or MOST
+        if not 0 <= client < most:
+            return f"it is client {client}, and there are {most} clients: number them from 0"
+        if not 1 <= batches <= samples < MOST:
+            return f"client {client} has {samples} samples in {batches} batches"
+        for owner, other in self.clients.items():
+            if (owner == sender) != (other == client):
+                remedy = f"give each {self.sender} another number"
+                return f"client {client} is {self.name(owner)}, which came first: {remedy}"
+        if self.is_begun and said != self.declared.get(client):
+            remedy = "to use them, stop the run and resume it"
+            return f"client {client} has come back with other samples: {remedy}"
+        return ""
+
+    def refuse(self, sender: Any, why: object) -> None:
+        """Note why a sender is not used, with a warning."""
+        self.refused[sender] = one_line(why, 500)
+        rank_zero_warn(f"{self.name(sender)} is not used: {self.refused[sender]}")
+
+    def refusals(self) -> str:
+        """Return the end of a message with the senders that are not used."""
+        return "".join(f"; {self.name(each)} is not used: {w}" for each, w in self.refused.items())
+
+    def work(self) -> tuple[list[int], list[int]]:
+        """Return the numbers of samples and of batches of the clients; the run begins with them."""
+        self.is_begun = True
+        known = [self.declared[client] for client in range(len(self.declared))]
+        return [each.num_samples for each in known], [each.batches_per_epoch for each in known]
