@@ -115,10 +115,7 @@ class DropWarnings:
         """Record the tensors of an update with non-finite values, by name."""
         if names:
             listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-            self.non_finite = (
-                f"Non-finite values are in {listed}: if clients also receive such values, set"
-                " finite ones before the fit. "
-            )
+            self.non_finite = f"Non-finite values are in {listed}. "
 
     def note(
         self, round: int, cohort: Sequence[int], dropped: Mapping[int, str], kept_by: str | None

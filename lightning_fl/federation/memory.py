@@ -101,8 +101,8 @@ class ClientMemory:
         stored = {name: (tuple(row.shape), row.dtype) for name, row in rows.items()}
         if stored != declared:
             raise FederationError(
-                f"{type(self.parts[i]).__name__} stores {stored} in the memory of {count} clients,"
-                f" but its initial_memory declares {declared}: declare every name as it is stored"
+                f"{type(self.parts[i]).__name__} stores {stored} as client memory, but its"
+                f" initial_memory declares {declared}: declare every name as it is stored"
             )
 
     def _transform(
