@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_fl.aggregators import Aggregator
+from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, lock_folders
 from lightning_fl.callbacks.hyperparameters import RoundLog, log_hyperparameters
 from lightning_fl.callbacks.lean_steps import lean_steps
@@ -21,6 +21,7 @@ from lightning_fl.callbacks.step_hooks import follow_steps
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.federation.checkpoints import NOT_BEGUN, Resume, load_by_name
+from lightning_fl.federation.counts import ClientCounts
 from lightning_fl.federation.fit import Fit, PreparedFit
 from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.round import Round
@@ -29,15 +30,12 @@ from lightning_fl.federation.table import TABLE
 from lightning_fl.federation.validation import leave_interrupted
 from lightning_fl.functional.randomness import rng_state, run_seed, set_rng_state
 from lightning_fl.options import check_flag, check_integer
-from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy, ClientRunner, user_module
 from lightning_fl.runners.samples import check_batch
-from lightning_fl.samplers import ClientSampler
+from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
-
-#: Hooks of a module before the first round.
-START_HOOKS = ("setup", "configure_optimizers", "on_fit_start", "on_train_start")
 
 
 class FederatedLoop(Callback):
@@ -68,7 +66,7 @@ class FederatedLoop(Callback):
         buffers: How to combine the buffers of the clients. ``average``: floating-point buffers are
             averaged like parameters, integer buffers take the maximum. ``server``: the server
             keeps its buffers. ``local``: each client keeps its buffers and the server takes the
-            average. None selects ``average`` and warns if the module has running statistics.
+            average. None selects ``average`` and warns if clients change buffers.
         seed: Seed of the run. None uses the seed of ``seed_everything``, else the checkpoint's
             seed, else 0.
         update_transforms: Transforms applied in order to each client update before aggregation,
@@ -111,10 +109,10 @@ class FederatedLoop(Callback):
         local_parameters: Sequence[str] = (),
         check: bool = True,
     ) -> None:
-        self.options = RunOptions.of(
-            aggregator,
-            policy,
-            sampler,
+        self.options = RunOptions(
+            aggregator=FedAvg() if aggregator is None else aggregator,
+            policy=Schedule() if policy is None else policy,
+            sampler=UniformSampler() if sampler is None else sampler,
             clients_per_round=clients_per_round,
             client_fraction=client_fraction,
             min_clients=min_clients,
@@ -169,8 +167,9 @@ class FederatedLoop(Callback):
         self._fit, self._round, self._is_closing = None, None, False
         if "://" not in (folder := str(trainer.default_root_dir)):  # needs a local folder
             self.store.folder = folder
-        asked = self._local_steps, self._is_last_step, self._global_step
-        self._prepared.take_over(self, *asked, self.undo)
+        self._prepared.take_over(self, self.undo)
+        counts = ClientCounts(pl_module, self._prepared.planner, lambda: self._round)
+        self.undo.enter_context(counts.shown(trainer))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set up the client runner and the aggregator; restore the checkpoint if there is one."""
@@ -388,23 +387,6 @@ class FederatedLoop(Callback):
         Frozen parameters, and buffers that the server keeps, are not sent.
         """
         return self._current.sent_entries()
-
-    def _local_steps(self) -> int | None:
-        """Return the number of local steps of a client, where its module asks for it, or None."""
-        if self._round is not None:
-            return self._round.local_steps()
-        prepared = self._prepared
-        if prepared is None or prepared.module._current_fx_name not in START_HOOKS:
-            return None
-        return prepared.planner.most_local_steps()
-
-    def _is_last_step(self) -> bool | None:
-        """Return whether a local step is the last of its client, where its module asks, or None."""
-        return None if self._round is None else self._round.is_last_step()
-
-    def _global_step(self) -> int | None:
-        """Return the optimizer steps of the client in the run, where its module asks, or None."""
-        return None if self._round is None else self._round.global_step()
 
     def plan(self) -> RoundPlan:
         """Return the plan of the round. It is drawn once and depends on the saved state only."""

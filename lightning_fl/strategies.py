@@ -24,8 +24,6 @@ from lightning_fl.options import check_number
 
 #: Lightning synchronizes a stop flag before each batch; here it happens once in so many batches.
 BATCHES_PER_STOP_FLAG = 50
-#: Position of ``sync_dist`` among the arguments of ``self.log`` after the name and the value.
-SYNC_DIST = 6
 
 
 class ClientParallelStrategy(DDPStrategy):
@@ -173,12 +171,7 @@ def _log_for_all(
         if strategy.is_idle and trainer.training:
             return
         repeats = trainer.state.fn == TrainerFn.FITTING and strategy.repeats_validation
-        sync_dist = not (trainer.training or repeats)
-        if len(args) > SYNC_DIST:  # it is given by position
-            args = (*args[:SYNC_DIST], sync_dist, *args[SYNC_DIST + 1 :])
-        else:
-            options["sync_dist"] = sync_dist
-        log(name, value, *args, **options)
+        log(name, value, *args, **{**options, "sync_dist": not (trainer.training or repeats)})
 
     return wrapped
 

@@ -309,34 +309,6 @@ def test_ranks_are_not_asked_before_every_batch(alone, tmp_path, monkeypatch):
     assert asked == [0, 50, 100] * 2
 
 
-def test_sync_dist_by_position_has_no_effect_either(alone, tmp_path):
-    passed = set()
-
-    class Positional(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(6, 3)
-
-        def log(self, name, value, *args, **options):
-            passed.add((name, args[6]))
-            super().log(name, value, *args, **options)
-
-        def training_step(self, batch, batch_idx):
-            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-            self.log("loss", loss, False, None, True, False, "mean", False, True)
-            return loss
-
-        def validation_step(self, batch, batch_idx):
-            accuracy = (self.net(batch[0]).argmax(1) == batch[1]).double().mean()
-            self.log("accuracy", accuracy, False, None, False, True, "mean", False, False)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    trainer(tmp_path).fit(Positional(), datamodule=federation())
-    assert passed == {("loss", False), ("accuracy", True)}
-
-
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_the_loss_of_an_idle_step_is_real(is_hidden):
     """Also in a phase of frozen parameters, which hides all others from the optimizer.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -40,19 +41,11 @@ NOT_OF_A_FEDERATION = (
 )
 #: Attribute of rules that have ended a round.
 HAS_RUN = "_has_run"
-#: Descriptions of values of a federation; others are called by their names.
-IN_WORDS = {
-    "checksum": "split of the data over clients, as a checksum,",
-    "exchanged": "number of exchanged parameter values",
-}
-#: Remedies if a checkpoint belongs to another federation.
+#: Remedies if a checkpoint belongs to another federation; others are to restore the original.
 REMEDIES = {
     "seed": "set seed_everything to the value in the checkpoint",
     "checksum": "restore the original data, partition options and seed",
-    "aggregator_class": "restore the original aggregator",
-    "policy_class": "restore the original policy",
     "number of parameter tensors": "restore the original network and objective terms",
-    "local parameters": "restore local_parameters of FederatedLoop and of the module",
     "exchanged": "restore the network, and the parameters frozen at the start",
 }
 
@@ -153,20 +146,19 @@ class Resume:
     def _check_same(self, fit: Fit) -> None:
         """Check that the module and the clients are those of the last fit of this loop."""
         is_next = fit.trainer.current_epoch == self.progress.round  # as catch_up checks
-        if is_next and self._module is not None and self._module() is not fit.runner.module:
-            raise FederationError(
-                f"the FederatedLoop continues after round {self.progress.round} with another"
-                " module, and with the state of the rule and of the clients from the last one: to"
-                " continue, pass that module, or resume from a checkpoint with ckpt_path; to start"
-                " a new run, create a new FederatedLoop and Trainer"
-            )
-        clients = {what: self._identity[what] for what in ("num_clients", "checksum")}
-        if self._former and (changed := changes(clients, self._former)):
-            raise FederationError(
-                f"the FederatedLoop continues after round {self.progress.round} with other clients:"
-                f" {changed}. To continue, restore the data; to start a new run, create a new"
-                " FederatedLoop"
-            )
+        module = fit.runner.module if self._module is None else self._module()
+        clients = ("num_clients", "checksum")
+        if is_next and module is not fit.runner.module:
+            other = "another module"
+        elif self._former and any(self._former[n] != self._identity[n] for n in clients):
+            other = "other clients"
+        else:
+            return
+        raise FederationError(
+            f"the FederatedLoop continues after round {self.progress.round} with {other}:"
+            " restore those of the last fit, or resume from a checkpoint with ckpt_path. To"
+            " start a new run, create a new FederatedLoop and Trainer"
+        )
 
     def _check_new(self) -> None:
         """Check that the rules hold no state of another run."""
@@ -249,7 +241,7 @@ class Resume:
             if (was := state[what]) != now:
                 remedy = REMEDIES.get(what, f"restore the original {what}")
                 raise FederationError(
-                    f"it belongs to another federation: its {IN_WORDS.get(what, what)} is"
+                    f"it belongs to another federation: its {what} is"
                     f" {was!s:.100}, here it is {now}. To resume, {remedy}; to start a new run,"
                     " remove ckpt_path"
                 )
@@ -293,7 +285,6 @@ class Resume:
                 # restores parameter groups, which Lightning would do later
                 callback.on_fit_start(fit.trainer, module)
         self._check_identity({"exchanged": runner.num_parameters}, state)
-        fit.memory.check_stored(runner)
         groups = [state["param_groups"] for state in checkpoint["optimizer_states"]]
         for now, group in zip(fit.trainer.optimizers[0].param_groups, *groups, strict=True):
             group |= {name: value for name, value in now.items() if name not in group}
@@ -351,20 +342,12 @@ def load_by_name(trainer: Trainer, module: LightningModule, undo: ExitStack) -> 
         undo: Clean-up functions, to which those of the replaced methods are added.
     """
 
-    def named(load: Callable[[], None]) -> Callable[[], None]:
+    def named(why: str, load: Callable[[], None]) -> Callable[[], None]:
         def wrapped() -> None:
-            with error_context(f"{trainer.ckpt_path} cannot be loaded", Exception):
+            with error_context(f"{trainer.ckpt_path} cannot be loaded{why}", Exception):
                 load()
 
         return wrapped
-
-    def model(load: Callable[[], None]) -> Callable[[], None]:
-        def wrapped() -> None:
-            what = "the model does not match the checkpoint: configure the model that was saved"
-            with error_context(what, Exception):
-                load()
-
-        return named(wrapped)
 
     def completed(hook: Callable[[Any], None]) -> Callable[[Any], None]:
         def wrapped(checkpoint: dict[str, Any]) -> None:
@@ -375,9 +358,10 @@ def load_by_name(trainer: Trainer, module: LightningModule, undo: ExitStack) -> 
 
     connector = trainer._checkpoint_connector
     undo.enter_context(replaced(module, "on_load_checkpoint", completed))
-    undo.enter_context(replaced(connector, "restore_model", model))
-    for name in ("restore_datamodule", "restore_callbacks", "restore_training_state"):
-        undo.enter_context(replaced(connector, name, named))
+    other = ": the model does not match the checkpoint: configure the model that was saved"
+    parts = {"model": other, "datamodule": "", "callbacks": "", "training_state": ""}
+    for part, why in parts.items():
+        undo.enter_context(replaced(connector, f"restore_{part}", partial(named, why)))
 
 
 def _check_paths(trainer: Trainer, states: Mapping[str, Any]) -> None:
@@ -396,38 +380,29 @@ def _check_paths(trainer: Trainer, states: Mapping[str, Any]) -> None:
                 )
 
 
-def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Return the name of each non-persistent buffer, its owner, and its name in the owner."""
-    for path, owner in module.named_modules():
-        for name, _ in owner._buffers.items():  # scripted modules support items() only
-            if name in owner._non_persistent_buffers_set:
-                yield f"{path}.{name}".lstrip("."), owner, name
-
-
 def unsaved_values(module: nn.Module) -> dict[str, Tensor]:
-    """Return the non-persistent buffers of a module that are not None."""
-    buffers = {name: owner._buffers[key] for name, owner, key in _unsaved_buffers(module)}
-    return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+    """Return the non-persistent buffers of a module that are not None, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()  # scripted modules support items() only
+        if buffer is not None and name in owner._non_persistent_buffers_set
+    }
 
 
-def load_unsaved(module: LightningModule, values: Mapping[str, Tensor]) -> None:
+def load_unsaved(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Load what :func:`unsaved_values` has returned into a module.
 
     Raises:
         FederationError: If the module has other non-persistent buffers.
     """
-    buffers = {name: (owner, key) for name, owner, key in _unsaved_buffers(module)}
     now = unsaved_values(module)
-    other = {name for name, value in now.items() if value.shape != values.get(name, value).shape}
-    other |= (now.keys() - values.keys()) | (values.keys() - buffers.keys())
-    if other:
-        raise FederationError(f"non-persistent buffers are missing or differ: {sorted(other)}")
-    for name, saved in values.items():
-        owner, key = buffers[name]
-        if name in now:
-            now[name].copy_(saved)
-        else:
-            owner._buffers[key] = saved.to(module.device, copy=True)
+    names = now.keys() | values.keys()
+    wrong = [n for n in names if n not in now or n not in values or now[n].shape != values[n].shape]
+    if wrong:
+        raise FederationError(f"non-persistent buffers are missing or differ: {sorted(wrong)}")
+    for name, value in values.items():
+        now[name].copy_(value)
 
 
 def _flags(module: nn.Module) -> list[tuple[Any, str]]:

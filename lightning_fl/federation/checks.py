@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from lightning_fl.contracts.data import FederatedData
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.errors import FederationError, check_package
-from lightning_fl.federation.dropped import list_clients
 from lightning_fl.federation.measures import evaluating
-from lightning_fl.federation.processes import processes_of
+from lightning_fl.federation.processes import Processes
 from lightning_fl.federation.results import is_finite
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import seeded_rng
@@ -98,7 +97,7 @@ def check_trainer(trainer: Trainer, vectorized: bool) -> None:
             " (each process trains different clients) or 'ddp' (all processes train the same"
             " client on parts of its batches)"
         )
-    if vectorized and processes_of(trainer).share_samples:
+    if vectorized and Processes(trainer).share_samples:
         raise FederationError(
             f"{strategy} splits the samples of one client over processes, which is not supported"
             " with VectorizedClients: set strategy='client_parallel', or remove VectorizedClients"
@@ -158,16 +157,10 @@ def check_module(module: LightningModule) -> None:
             " the batches of each client: use training_step(batch, batch_idx)"
         )
     for tensor_name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-        if nn.parameter.is_lazy(tensor):
+        if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
             raise FederationError(
-                f"{name}.{tensor_name} is a lazy {kind}: run the module on a sample before fit"
-            )
-        if tensor.layout != torch.strided:
-            raise FederationError(
-                f"{name}.{tensor_name} is a {kind} of layout {tensor.layout}, but clients exchange"
-                " dense tensors: make it dense, or keep it in a plain attribute and move it to the"
-                " device in training_step"
+                f"{name}.{tensor_name} is lazy or sparse, but clients exchange dense tensors: run"
+                " the module on a sample before fit, or keep a sparse tensor in a plain attribute"
             )
 
 
@@ -190,18 +183,13 @@ def check_one_optimizer(module: LightningModule, configured: Any) -> None:
 
     Lightning's own error for several recommends manual optimization, which is not supported.
     """
-    name, optimizers = type(module).__name__, configured
-    if isinstance(configured, tuple) and len(configured) == 2:
-        first = configured[0]  # a list of optimizers, before a list of schedulers
-        optimizers = first if isinstance(first, list | tuple) else configured
-    is_several = isinstance(optimizers, list | tuple)
-    count = len(optimizers) if is_several else int(optimizers is not None)
-    if count != 1:
+    name, optimizers = type(module).__name__, list(optimizers_in(configured))
+    if (count := len(optimizers)) != 1:
         raise FederationError(
             f"{name}.configure_optimizers must return one optimizer, got {count}"
             + f". {SEVERAL_LOSSES}" * (count > 1)
         )
-    known = {id(p) for each in optimizers_in(configured) for p in params_of(each)}
+    known = {id(p) for p in params_of(optimizers[0])}
     for term in module.terms if isinstance(module, ClientModule) else ():
         if any(p.requires_grad and id(p) not in known for p in term.parameters()):
             raise FederationError(
@@ -236,36 +224,24 @@ def check_finite(name: str, layout: VectorLayout, vector: Tensor) -> None:
     )
 
 
-def warn_of_running_statistics(module: nn.Module, shared: Iterable[Tensor]) -> None:
-    """Warn if clients exchange (``shared``) running statistics, such as those of BatchNorm."""
-    exchanged = {id(buffer) for buffer in shared}
-    if any(id(getattr(m, "running_mean", None)) in exchanged for m in module.modules()):
-        rank_zero_warn(
-            "the module has running statistics (BatchNorm), which FederatedLoop averages over"
-            " clients. To silence this warning, set buffers to 'average', 'server' or 'local'"
-        )
-
-
 def warn_of_averaged_buffers(
     module: nn.Module, shared: Mapping[str, Tensor], before: Tensor
 ) -> None:
-    """Warn if the first aggregation averaged buffers whose mean may have no meaning.
+    """Warn if the first aggregation averaged buffers, whose mean may have no meaning.
 
     Args:
         module: The user's module with the new global model.
         shared: The buffers that clients exchange, by name.
         before: The state before the round, as one vector, with these buffers at its end.
     """
-    parts = module.modules()
-    known = [getattr(m, name, None) for m in parts for name in ("running_mean", "running_var")]
-    known += [vector for vectors, _ in spectral_norms(module) for vector in vectors]
-    ids = {id(buffer) for buffer in known}
-    sizes = [len(flat(buffer)) for buffer in shared.values()]
+    # which the loop makes consistent after each aggregation
+    known = {id(vector) for vectors, _ in spectral_norms(module) for vector in vectors}
+    sizes = [buffer.numel() for buffer in shared.values()]
     olds = before[len(before) - sum(sizes) :].split(sizes)
     changed = [
         name
         for (name, new), old in zip(shared.items(), olds, strict=True)
-        if id(new) not in ids and not torch.equal(flat(new).to(old), old)
+        if id(new) not in known and not torch.equal(flat(new).to(old), old)
     ]
     if changed:
         listed = ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)
@@ -300,20 +276,6 @@ def check_network(trainer: Trainer, module: LightningModule, data: FederatedData
             ) from error
 
 
-def check_smallest_batch(module: nn.Module, data: Any) -> None:
-    """Warn if a batch has one sample, because BatchNorm cannot train on it."""
-    smallest = getattr(data, "smallest_batch", None)
-    if smallest is None or not (single := smallest == 1).any():
-        return
-    if any(isinstance(m, nn.BatchNorm1d | nn.SyncBatchNorm) for m in module.modules()):
-        clients = list_clients(single.nonzero()[:, 0].tolist(), getattr(data, "client_names", None))
-        rank_zero_warn(
-            f"batches of one sample, which BatchNorm cannot train on, in {clients}: set"
-            " drop_last=True to drop incomplete batches, and give each client at least two samples"
-            " (min_size of the partition)"
-        )
-
-
 def check_policy(options: RunOptions) -> None:
     """Check that the policy does not learn from a global model that is not the clients' model."""
     learns = sorted(options.policy.learns_from & {"val_loss", "contributions"})
@@ -333,16 +295,4 @@ def check_clock(options: RunOptions, is_drawn: bool) -> None:
             f" {type(options.sampler).__name__} does not know which clients finish first: in setup"
             " and configure_optimizers, use trainer.estimated_stepping_batches, or"
             " trainer.num_training_batches for one round, instead of the length of the loader"
-        )
-
-
-def warn_of_loader_length(module: nn.Module, batches: int, steps: int) -> None:
-    """Warn that a schedule may be as long as the batches of all clients, not as one's steps."""
-    if batches != steps:
-        rank_zero_warn(
-            f"{type(module).__name__} asked for the training loader before the first round. Its"
-            f" length, {batches}, is the number of batches of all clients in a round, but the"
-            f" scheduler with interval='step' makes at most {steps} steps in a round. To compute"
-            " the length of a schedule, use trainer.estimated_stepping_batches, or"
-            " trainer.num_training_batches for one round"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -38,15 +38,12 @@ def check_causes(dropped: Mapping[int, str], clients: Sequence[int], taken: set[
         taken: Reserved column names of the table of rounds.
     """
     for client, cause in dropped.items():
-        if client not in clients:
+        is_name = isinstance(cause, str) and cause.isidentifier() and cause not in taken - {*CAUSES}
+        if client not in clients or not is_name:
             raise FederationError(
-                f"on_client_updates can only drop clients {list(clients)}, got client {client}"
-            )
-        if not isinstance(cause, str) or not cause.isidentifier() or cause in taken - {*CAUSES}:
-            raise FederationError(
-                f"on_client_updates drops client {client} with the cause {cause!r}, which cannot"
-                f" be a column of the table of rounds: use one of {', '.join(CAUSES)}, or a new"
-                " name of letters and underscores"
+                f"on_client_updates drops client {client} with the cause {cause!r}: drop only"
+                f" clients {list(clients)}, with a cause that can be a column of the table of"
+                f" rounds, {', '.join(CAUSES)} or a new name of letters and underscores"
             )
 
 
@@ -78,35 +75,24 @@ def list_clients(clients: Sequence[int], names: Sequence[str] | None, most: int 
     return f"client{'s' * (len(clients) > 1)} {', '.join(named)}{more}"
 
 
-def describe_dropped(dropped: Mapping[int, str], names: Sequence[str] | None = None) -> str:
-    """Return a text that lists the dropped clients by cause.
+def describe_losses(
+    round: int, sampled: int, dropped: Mapping[int, str], names: Sequence[str] | None = None
+) -> str:
+    """Return the text that updates of a round (counted from 1) were dropped, by cause.
 
     Example:
-        >>> describe_dropped({7: "late", 4: "late", 9: "non_finite"})
-        'clients 4, 7 (too late), client 9 (non-finite values)'
+        >>> describe_losses(1, 9, {5: "crashed", 4: "late"})
+        'round 1: dropped 2 of 9 client updates: client 5 (crashed), client 4 (too late)'
     """
     clients_of: dict[str, list[int]] = {cause: [] for cause in count_causes(dropped)}
     for client in sorted(dropped):
         clients_of[dropped[client]].append(client)
-    return ", ".join(
+    listed = ", ".join(
         f"{list_clients(clients, names)} ({describe_cause(cause)})"
         for cause, clients in clients_of.items()
         if clients
     )
-
-
-def describe_losses(
-    round: int, sampled: int, dropped: Mapping[int, str], names: Sequence[str] | None = None
-) -> str:
-    """Return the text that updates of a round (counted from 1) were dropped."""
-    what = f"round {round}: dropped {len(dropped)} of {sampled} client updates:"
-    return f"{what} {describe_dropped(dropped, names)}"
-
-
-def describe_kept_model(round: int, returned: int, sampled: int, kept_by: str) -> str:
-    """Return the text that the usable updates of a round did not meet a requirement."""
-    what = f"round {round}: {returned} of {sampled} clients returned, too few for {kept_by}"
-    return f"{what}: the global model is kept"
+    return f"round {round}: dropped {len(dropped)} of {sampled} client updates: {listed}"
 
 
 class DropWarnings:
@@ -122,28 +108,14 @@ class DropWarnings:
     ) -> None:
         self._rows, self._first, self._names = rows, len(rows), names
         self._has_lost, self._kept = False, 0
-        #: Rounds in which each client was sampled, and those in which it was dropped.
-        self._sampled: Counter[int] = Counter()
-        self._dropped: Counter[int] = Counter()
         #: A sentence on the first tensors with non-finite values, or an empty text.
         self.non_finite = ""
 
-    def note_non_finite(self, names: Sequence[str], initial: Collection[str]) -> None:
-        """Record the tensors of an update with non-finite values.
-
-        Args:
-            names: Their names.
-            initial: Names of the tensors that clients have received with such values.
-        """
-        if not names:
-            return
-        listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-        self.non_finite = f"Non-finite values are in {listed}. "
-        if received := [name for name in names if name in initial]:
-            self.non_finite += (
-                f"Clients receive {received[0]} with such values, from which no difference is"
-                " finite: set finite ones before the fit, for example by a training step. "
-            )
+    def note_non_finite(self, names: Sequence[str]) -> None:
+        """Record the tensors of an update with non-finite values, by name."""
+        if names:
+            listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+            self.non_finite = f"Non-finite values are in {listed}. "
 
     def note(
         self, round: int, cohort: Sequence[int], dropped: Mapping[int, str], kept_by: str | None
@@ -157,8 +129,6 @@ class DropWarnings:
             kept_by: Description of the requirement that too few updates did not meet, so that the
                 global model is unchanged; None if the model was updated.
         """
-        self._sampled.update(cohort)
-        self._dropped.update(dropped.keys())
         later = "Later rounds are summarized at the end of the fit"
         if dropped and not self._has_lost:
             self._has_lost = True
@@ -166,21 +136,21 @@ class DropWarnings:
             rank_zero_warn(f"{text}. {self.non_finite}{later}", stacklevel=2)
         self._kept += kept_by is not None
         if kept_by is not None and self._kept == 1:
-            text = describe_kept_model(round, len(cohort) - len(dropped), len(cohort), kept_by)
-            rank_zero_warn(f"{text}. {later}", stacklevel=2)
+            rank_zero_warn(
+                f"round {round}: {len(cohort) - len(dropped)} of {len(cohort)} clients returned,"
+                f" too few for {kept_by}: the global model is kept. {later}",
+                stacklevel=2,
+            )
 
     def summarize(self) -> None:
         """Warn with a summary of the fit if more than one round had dropped updates."""
         rows = self._rows[self._first :]
         dropped, sampled = (sum(row[name] for row in rows) for name in ("dropped", "clients"))
         if (lost := sum(row["dropped"] > 0 for row in rows)) > 1:
-            text = f"dropped {dropped} of {sampled} client updates in {lost} of {len(rows)} rounds"
-            text += f" ({describe_causes(rows)})"
-            counts = self._dropped.items()
-            if always := sorted(c for c, count in counts if count == self._sampled[c] > 1):
-                listed = list_clients(always, self._names)
-                text += f". Dropped in all rounds in which they were sampled: {listed}"
-            rank_zero_warn(text)
+            rank_zero_warn(
+                f"dropped {dropped} of {sampled} client updates in {lost} of {len(rows)} rounds"
+                f" ({describe_causes(rows)}): dropped_clients in the table of rounds names them"
+            )
         if self._kept > 1:
             rank_zero_warn(
                 f"the global model was kept in {self._kept} of {len(rows)} rounds, in which too few"

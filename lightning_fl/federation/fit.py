@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -25,26 +24,24 @@ from lightning_fl.federation.checks import (
     check_network,
     check_phases_of_terms,
     check_policy,
-    check_smallest_batch,
     checked_optimizers,
-    warn_of_loader_length,
-    warn_of_running_statistics,
 )
 from lightning_fl.federation.dropped import DropWarnings
 from lightning_fl.federation.measures import Measures, evaluating, on_device
 from lightning_fl.federation.memory import ClientMemory
 from lightning_fl.federation.plan import Planner
-from lightning_fl.federation.processes import processes_of
+from lightning_fl.federation.processes import Processes
 from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.round_boundary import RoundBoundary
 from lightning_fl.federation.run_options import RunOptions
-from lightning_fl.federation.schedulers import Schedulers, counts_of_one_client
+from lightning_fl.federation.schedulers import Schedulers
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.federation.validation import Validation
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set
 from lightning_fl.objectives import ClientModule
 from lightning_fl.options import describe
+from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import (
     ClientRunner,
     Declared,
@@ -104,7 +101,8 @@ class PreparedFit:
         self.data = check_fit(trainer, user, is_vectorized)
         #: Digest of the partition. It is computed once, because the digest reads every index.
         self.checksum = self.data.checksum
-        self.processes = processes_of(trainer)
+        self.samples_checksum: str = getattr(self.data, "samples_checksum", "")
+        self.processes = Processes(trainer)
         self.planner = Planner(
             trainer, self.data, options, progress, vectorized, self.processes, Declared(user)
         )
@@ -112,17 +110,18 @@ class PreparedFit:
         #: Callbacks that implement ``on_client_updates``.
         self.watchers = [c for c in callbacks if callable(getattr(c, "on_client_updates", None))]
         # These callbacks unfreeze parameters during the fit.
-        unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
-        self.exchange_frozen = unfreezes
+        self.exchange_frozen = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self.federation = self._describe(user)
         check_policy(options)
         options.sampler.setup(self.federation)
         options.policy.setup(self.federation)
-        self.planner.check_phases()
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            options.check_min_clients(self.planner.cohort_size)
+        sampled = self.planner.cohort_size
+        if sampled < options.min_clients and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            raise FederationError(
+                f"min_clients={options.min_clients}, but only {sampled} clients are sampled per"
+                " round: decrease min_clients, or increase clients_per_round or client_fraction"
+            )
         check_network(trainer, user, self.data)
-        check_smallest_batch(user, self.data)
         with evaluating(user), seeded_rng(0, user.device):  # dropout would change the output
             options.aggregator.prepare(user, self.data.example)
         #: What trains clients one after another, and the client-side work of the aggregator that is
@@ -147,14 +146,19 @@ class PreparedFit:
     def described(self) -> dict[str, Any]:
         """Return the options by name that may differ in a resumed run, with a warning."""
         options, user = self.options, user_module(self.module)
+        policies = [p for p in options.policy.modules() if isinstance(p, HyperparameterPolicy)]
         terms = user.terms if isinstance(user, ClientModule) else ()
         labels = getattr(self.data, "samples_are", "checksum of the training labels")
         return {
-            **options.described(self.planner.cohort_size),
+            "clients in a round": self.planner.cohort_size,
+            "min_clients": int(options.min_clients),
+            "sampler": describe(options.sampler),
+            "aggregator": describe(options.aggregator),
+            "policy": ", ".join(map(describe, policies)),
             "phases": [repr(phase) for phase in options.phases],
             "update_transforms": [describe(transform) for transform in options.update_transforms],
             "batches in a local epoch": int(self.planner.batches_per_epoch.sum()),
-            labels: getattr(self.data, "samples_checksum", ""),
+            labels: self.samples_checksum,
             "faults and attacks": [describe(watcher) for watcher in self.watchers],
             "terms": [describe(term) for term in terms],
         }
@@ -191,21 +195,11 @@ class PreparedFit:
             update_transforms=options.update_transforms,
         )
 
-    def take_over(
-        self,
-        loop: Callback,
-        local_steps: Callable[[], int | None],
-        is_last_step: Callable[[], bool | None],
-        global_step: Callable[[], int | None],
-        undo: ExitStack,
-    ) -> None:
+    def take_over(self, loop: Callback, undo: ExitStack) -> None:
         """Configure the Trainer and the data module for rounds.
 
         Args:
             loop: The callback of the rounds.
-            local_steps: Function that returns the number of local steps of a client in its steps.
-            is_last_step: Function that returns whether a step of a client is its last.
-            global_step: Function that returns the optimizer steps of a client in its steps.
             undo: Clean-up functions of the fit, to which those of the configuration are added.
         """
         trainer: Any = self.trainer  # its connectors set attributes that it does not declare
@@ -226,10 +220,6 @@ class PreparedFit:
             self.module.local_patterns = self.options.local_parameters
             self.module.keeps_optimizer = self.options.optimizer_state != "reset"
         undo.enter_context(checked_optimizers(user_module(self.module)))
-        counts = counts_of_one_client(
-            trainer, planner.stepping_batches, local_steps, is_last_step, global_step
-        )
-        undo.enter_context(counts)
         data.plan = planner.plan
         undo.callback(setattr, data, "plan", None)
 
@@ -255,7 +245,7 @@ class Fit:
         self.processes.check_same(
             "training samples, or another split of them: make what the data module loads"
             " reproducible, for example with a generator in random_split",
-            prepared.checksum + getattr(self.data, "samples_checksum", ""),
+            prepared.checksum + prepared.samples_checksum,
         )
         self.aggregator, self.policy = self.options.aggregator, self.options.policy
         self.aggregator.load_client_network()
@@ -264,8 +254,6 @@ class Fit:
         self.runner = self._make_runner()
         undo.callback(self._close)
         check_phases_of_terms(self.runner.module, self.runner.phases.is_trained)
-        if self.options.buffers is None:
-            warn_of_running_statistics(self.runner.module, self.runner.shared_buffers.values())
         seed = self.progress.seed  # may differ from the seed at setup after a checkpoint was loaded
         traffic = Traffic(self.runner.layout, self.options.update_transforms)
         traffic.begin(self.runner.trained_mask())
@@ -286,10 +274,6 @@ class Fit:
         #: Client-side work of the aggregator in addition to training.
         self.parts = prepared.client_parts()
         self.schedulers = Schedulers(self.trainer, self.runner.optimizer_state)
-        if self.schedulers.are_stepwise and self.planner.is_drawn:
-            plan = self.planner.plan()
-            most = int(plan.num_steps.max())
-            warn_of_loader_length(self.runner.module, len(plan.schedule), most)
         self.measures = Measures(self.trainer, self.data, seed, self.processes)
         self.memory = ClientMemory(
             store, self.options.update_transforms, self.parts, self.federation, server.device
@@ -415,20 +399,25 @@ class Fit:
         self.processes.same_start(tensors)
         if not self.progress.round:
             runner.note_private()
-        cores = os.cpu_count() or 1
-        is_alone = runner.trains_here and self.trainer.world_size == 1
         if isinstance(self.module, VectorizedClients):
             if self.module.runner is not None:
                 self._decide(self.module)
-        elif self.module.device.type == "cpu" and cores > 1 and is_alone:
-            rank_zero_info(
-                "Clients train one after another in one process. To use"
-                f" {cores} cores, set devices={cores} and strategy='client_parallel' of the"
-                " Trainer, or vectorize clients (--vectorize=auto)"
-            )
+        elif runner.trains_here and self.trainer.world_size == 1:
+            _hint_at_cores(self.module.device.type)
 
     def follow(self) -> None:
         """Take over what hooks have written to buffers of the module since the last round."""
         self.runner.adopt()
         buffers = self.runner.named_buffers.items()
         self.processes.same_buffers({n: b for n, b in buffers if n not in self.runner.private})
+
+
+def _hint_at_cores(device: str) -> None:
+    """Say how clients that train one after another on a CPU could use more of its cores."""
+    cores = os.cpu_count() or 1
+    if device == "cpu" and cores > 1:
+        rank_zero_info(
+            f"Clients train one after another in one process. To use {cores} cores, set"
+            f" devices={cores} and strategy='client_parallel' of the Trainer, or vectorize clients"
+            " (--vectorize=auto)"
+        )

@@ -12,9 +12,7 @@ from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
-from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.runners.base import ClientRunner
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
 
@@ -95,44 +93,17 @@ class ClientMemory:
             self.store.put(client, {**of_runner[row], **memory})
         return replace(update, delta=delta)
 
-    def check_stored(self, runner: ClientRunner) -> None:
-        """Check the names and shapes of the state of all clients, which comes from a checkpoint.
-
-        Args:
-            runner: Runner of the clients.
-
-        Raises:
-            FederationError: If a client keeps a tensor that clients of this run do not keep.
-        """
-        tensors = runner.tensors.by_name
-        shapes = {runner.row_name(name): tensors[name].shape for name in runner.stored}
-        for i, initial in enumerate(self.initial):
-            shapes |= {f"{PART}{i}.{name}": first.shape for name, first in initial.items()}
-        of_owners = (TRANSFORM, "optimizer.", "number.")
-        for client, rows in self.store.rows.items():
-            for name, row in rows.items():
-                known = row.shape if name.startswith(of_owners) else shapes.get(name)
-                if known != row.shape:
-                    raise FederationError(
-                        f"client {client} keeps {short_repr(name)} of shape {list(row.shape)},"
-                        " and clients here do not: restore the module and the aggregator"
-                    )
-
     def _check(self, i: int, rows: Mapping[str, Tensor], count: int) -> None:
         """Check the memory returned by a part against its ``initial_memory``."""
-        name = type(self.parts[i]).__name__
-        if rows.keys() != self.initial[i].keys():
+        declared = {
+            name: ((count, *first.shape), first.dtype) for name, first in self.initial[i].items()
+        }
+        stored = {name: (tuple(row.shape), row.dtype) for name, row in rows.items()}
+        if stored != declared:
             raise FederationError(
-                f"{name} stores {sorted(rows)} in the client memory, but its initial_memory"
-                f" declares {sorted(self.initial[i])}: declare every name"
+                f"{type(self.parts[i]).__name__} stores {stored} as client memory, but its"
+                f" initial_memory declares {declared}: declare every name as it is stored"
             )
-        for key, first in self.initial[i].items():
-            if rows[key].shape != (count, *first.shape) or rows[key].dtype != first.dtype:
-                raise FederationError(
-                    f"{name} stores {key!r} of shape {list(rows[key].shape)} and"
-                    f" {rows[key].dtype} for {count} clients, but its initial_memory declares"
-                    f" {list(first.shape)} and {first.dtype} for each client"
-                )
 
     def _transform(
         self, delta: Tensor, client: int, round: int, trained: Tensor | None

@@ -207,7 +207,7 @@ class Planner:
             steps = torch.full_like(clients, int(batches) // len(clients))
             steps[0] += int(batches) - int(steps.sum())
         else:
-            self._warn_of_phases(round, clients, steps)
+            self._check_phases(round, clients, steps)
         if is_empty:
             steps = torch.ones_like(clients)
         lr = values.pop("lr", None)
@@ -224,39 +224,27 @@ class Planner:
             return num_steps.new_zeros(len(num_steps), 0)
         return phase_ends(self._phases, num_steps, self.batches_per_epoch[clients])
 
-    def check_phases(self) -> None:
-        """Check that the policy gives clients enough local steps for all phases.
+    def _check_phases(self, round: int, clients: Tensor, steps: Tensor) -> None:
+        """Warn once of clients with too few local steps for all phases.
 
         Raises:
-            FederationError: If no client reaches all phases.
+            FederationError: If no client of the first round has enough.
         """
-        if not self._phases or self._trainer.fast_dev_run:
-            return
-        self._advance(self._progress.round)
-        values = self._policy.drawn(self._progress.round, torch.arange(self.num_clients))
-        steps = local_steps(values, self.batches_per_epoch)
-        left = steps_left(self._phases, steps, self.batches_per_epoch)
-        if (left < 1).all():
-            raise FederationError(
-                f"{type(self._policy).__name__} sets at most {int(steps.max())} local steps per"
-                " client, which the phases with num_steps or local_epochs use up, so that the phase"
-                " without an amount trains nothing: increase the local steps of the policy, which"
-                " are those of all phases together"
-            )
-
-    def _warn_of_phases(self, round: int, clients: Tensor, steps: Tensor) -> None:
-        """Warn once of clients with too few local steps for all phases."""
         if not self._phases or self._has_warned:
             return
         short = clients[steps_left(self._phases, steps, self.batches_per_epoch[clients]) < 1]
-        if len(short):
-            self._has_warned = True
-            rank_zero_warn(
-                f"in round {round + 1}, {len(short)} of {len(clients)} clients (client"
-                f" {int(short[0])}) have too few local steps for all phases, so that the phase"
-                " without an amount trains nothing there: increase the local steps of the policy,"
-                " which are those of all phases together"
-            )
+        if not len(short):
+            return
+        text = (
+            f"in round {round + 1}, {len(short)} of {len(clients)} clients (client"
+            f" {int(short[0])}) have too few local steps for all phases, so that the phase without"
+            " an amount trains nothing there: increase the local steps of the policy, which are"
+            " those of all phases together"
+        )
+        if round == 0 and len(short) == len(clients):
+            raise FederationError(text)
+        self._has_warned = True
+        rank_zero_warn(text)
 
     def _vectorized(self, plan: RoundPlan, vectorizer: VectorizedClients) -> RoundPlan:
         """Return the plan with groups of clients that train at once."""

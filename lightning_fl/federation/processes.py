@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, final
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -18,20 +17,21 @@ from lightning_fl.runners.constants import digest
 from lightning_fl.strategies import ClientParallelStrategy, gathered
 
 
-class Processes(ABC):
-    """Base class of the ways to split training over processes.
+class Processes:
+    """Processes that train different clients, or the same client on different samples.
 
     Args:
         trainer: The Trainer of the fit.
     """
 
-    #: Whether processes train the same client on different samples.
-    share_samples: ClassVar[bool]
-    #: Whether processes train different clients.
-    share_clients: ClassVar[bool] = False
-
     def __init__(self, trainer: Trainer) -> None:
         self.rank, self.count = trainer.global_rank, trainer.world_size
+        strategy = trainer.strategy
+        self._strategy = strategy if isinstance(strategy, ClientParallelStrategy) else None
+        #: Whether processes train different clients (``client_parallel``).
+        self.share_clients = self._strategy is not None
+        #: Whether processes train the same client on different samples (``ddp``).
+        self.share_samples = self.count > 1 and not self.share_clients
 
     def check_same(self, what: str, value: str) -> None:
         """Check that a value is the same on all processes. Must be called on all processes.
@@ -47,17 +47,24 @@ class Processes(ABC):
         if wrong := [rank for rank, other in enumerate(every) if other != every[0]]:
             raise FederationError(f"processes 0 and {wrong[0]} have different {what}")
 
-    def wait(self, is_idle: bool) -> None:  # noqa: B027  # only some processes wait
-        """Set whether this process is idle in a batch and waits for the others."""
+    def wait(self, is_idle: bool) -> None:
+        """Set whether this process is idle in a batch: its strategy then makes an empty step."""
+        if self._strategy is not None:
+            self._strategy.is_idle = is_idle
 
-    def repeat_validation(self, is_repeated: bool) -> None:  # noqa: B027  # only some share it
-        """Set whether each process validates on all samples."""
+    def repeat_validation(self, is_repeated: bool) -> None:
+        """Set whether each process validates on all samples, which needs no reduction."""
+        if self._strategy is not None:
+            self._strategy.repeats_validation = is_repeated
 
-    @abstractmethod
     def place(self, plan: RoundPlan) -> RoundPlan:
         """Return the plan of a round for this process."""
+        return replace(plan, rank=self.rank, world_size=self.count) if self.share_clients else plan
 
-    @abstractmethod
+    def _share(self, num_samples: int) -> float:
+        """Return the fraction of the samples of a batch on this process."""
+        return len(range(self.rank, num_samples, self.count)) / num_samples
+
     def scale(self, num_samples: int) -> float:
         r"""Return the factor by which the mean loss of this process is scaled.
 
@@ -67,8 +74,8 @@ class Processes(ABC):
         Args:
             num_samples: Number of samples of the whole batch, :math:`n`.
         """
+        return self._share(num_samples) * self.count if self.share_samples else 1.0
 
-    @abstractmethod
     def mean(self, losses: Tensor, num_samples: int) -> Tensor:
         """Return the mean losses of the whole batch.
 
@@ -76,8 +83,8 @@ class Processes(ABC):
             losses: Mean losses on the samples of this process.
             num_samples: Number of samples of the whole batch.
         """
+        return self.sum(losses * self._share(num_samples)) if self.share_samples else losses
 
-    @abstractmethod
     def gather(self, value: Any) -> list[Any]:
         """Return the distinct values of all processes. Must be called on all processes.
 
@@ -87,22 +94,28 @@ class Processes(ABC):
         Returns:
             One value per process, or a single value if it is the same on all processes.
         """
+        return gathered(value) if self.share_clients else [value]
 
-    @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all processes. Must be called on all processes."""
+        if self.count == 1:
+            return tensor
+        total = tensor.clone()
+        torch.distributed.all_reduce(total)
+        return total
 
-    @abstractmethod
     def same(self, tensor: Tensor) -> Tensor:
         """Return the tensor of process 0 if processes train the same client."""
+        return _of_first(tensor) if self.share_samples else tensor
 
     def same_start(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors of process 0 to all processes. Must be called on all processes.
 
         Hooks at the start of a fit may have written different values on each process.
         """
-        for tensor in tensors:
-            tensor.detach().copy_(_of_first(tensor))
+        if self.count > 1:
+            for tensor in tensors:
+                tensor.detach().copy_(_of_first(tensor))
 
     def same_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Copy the buffers of process 0 that differ to all processes, as DDP does, and warn.
@@ -125,141 +138,17 @@ class Processes(ABC):
             )
         self.same_start(buffers[name] for name in names)
 
-    @abstractmethod
     def same_model(self, module: nn.Module) -> None:
         """Copy the model of process 0 to all processes that train the same client.
 
         Otherwise running statistics, which depend on the samples of a process, and rounding could
         differ.
         """
-
-
-class WholeClients(Processes):
-    """Base class of the ways in which a client trains on one process."""
-
-    share_samples = False
-
-    def scale(self, num_samples: int) -> float:
-        """Return 1, as a batch is on one process."""
-        return 1.0
-
-    def mean(self, losses: Tensor, num_samples: int) -> Tensor:
-        """Return the losses, as a batch is on one process."""
-        return losses
-
-    def same(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, as other processes train other clients."""
-        return tensor
-
-    def same_model(self, module: nn.Module) -> None:
-        """Keep the model, as other processes train other clients."""
-
-
-@final
-class Alone(WholeClients):
-    """Training in a single process."""
-
-    def same_start(self, tensors: Iterable[Tensor]) -> None:
-        """Keep the tensors."""
-
-    def place(self, plan: RoundPlan) -> RoundPlan:
-        """Return the plan."""
-        return plan
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value."""
-        return [value]
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
-        return tensor
-
-
-@final
-class ClientsShared(WholeClients):
-    """Training of different clients in each process (``client_parallel``)."""
-
-    share_clients = True
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        assert isinstance(trainer.strategy, ClientParallelStrategy)
-        self._strategy = trainer.strategy
-
-    def wait(self, is_idle: bool) -> None:
-        """Notify the strategy, which makes an empty step in an idle batch."""
-        self._strategy.is_idle = is_idle
-
-    def repeat_validation(self, is_repeated: bool) -> None:
-        """Notify the strategy, which does not reduce the results of a repeated validation."""
-        self._strategy.repeats_validation = is_repeated
-
-    def place(self, plan: RoundPlan) -> RoundPlan:
-        """Return the plan with the rank of this process."""
-        return replace(plan, rank=self.rank, world_size=self.count)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes in the order of their ranks."""
-        return gathered(value)
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all processes."""
-        return _all_reduced(tensor)
-
-
-@final
-class SamplesShared(Processes):
-    """Training of the same client on different samples in each process (``ddp``)."""
-
-    share_samples = True
-
-    def place(self, plan: RoundPlan) -> RoundPlan:
-        """Return the plan, as each process trains all clients."""
-        return plan
-
-    def _share(self, num_samples: int) -> float:
-        """Return the fraction of the samples of a batch on this process."""
-        return len(range(self.rank, num_samples, self.count)) / num_samples
-
-    def scale(self, num_samples: int) -> float:
-        """Return the fraction of the samples on this process times the number of processes."""
-        return self._share(num_samples) * self.count
-
-    def mean(self, losses: Tensor, num_samples: int) -> Tensor:
-        """Return the mean over the samples of all processes."""
-        return _all_reduced(losses * self._share(num_samples))
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value, as it is the same on all processes."""
-        return [value]
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all processes."""
-        return _all_reduced(tensor)
-
-    def same(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of process 0."""
-        return _of_first(tensor)
-
-    def same_model(self, module: nn.Module) -> None:
-        """Copy the parameters and buffers of process 0."""
-        self.same_start((*module.parameters(), *module.buffers()))
-
-
-def processes_of(trainer: Trainer) -> Processes:
-    """Return the processes of a Trainer."""
-    if isinstance(trainer.strategy, ClientParallelStrategy):
-        return ClientsShared(trainer)
-    return SamplesShared(trainer) if trainer.world_size > 1 else Alone(trainer)
+        if self.share_samples:
+            self.same_start((*module.parameters(), *module.buffers()))
 
 
 def _of_first(tensor: Tensor) -> Tensor:
     whole = tensor.detach().contiguous()
     torch.distributed.broadcast(whole, 0)
     return whole
-
-
-def _all_reduced(tensor: Tensor) -> Tensor:
-    total = tensor.clone()
-    torch.distributed.all_reduce(total)
-    return total

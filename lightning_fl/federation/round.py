@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,19 +12,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_fl.contracts.client_part import ClientContext
-from lightning_fl.contracts.feedback import Feedback
 from lightning_fl.contracts.plan import Step
 from lightning_fl.contracts.update import ClientUpdate, ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.checks import check_finite, check_options, warn_of_averaged_buffers
-from lightning_fl.federation.dropped import (
-    check_causes,
-    count_causes,
-    list_clients,
-)
+from lightning_fl.federation.dropped import check_causes, list_clients
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.logs import ClientLogs
-from lightning_fl.federation.results import Results, is_finite, weights_and_losses
+from lightning_fl.federation.results import Results, is_finite
+from lightning_fl.federation.round_report import feedback, metrics
 from lightning_fl.federation.table import COLUMNS
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.functional.randomness import (
@@ -41,9 +35,6 @@ from lightning_fl.options import describe
 from lightning_fl.runners.optimizer import Options, params_of
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_module import StepModule
-
-#: Methods of a module in a local step that no callback has.
-STEP_METHODS = ("training_step", "optimizer_step")
 
 
 class Round:
@@ -123,7 +114,7 @@ class Round:
         cohort = self.plan.cohort
         #: Number of trained entries that a client does not exchange, by client id.
         unused = fit.aggregator.unused_entries(cohort).tolist()
-        self._unused = dict(zip(cohort.tolist(), unused, strict=True))
+        self.unused = dict(zip(cohort.tolist(), unused, strict=True))
         fit.aggregator.start(self.server.vector, self.trained)
         self._broadcast = fit.aggregator.broadcast(self.plan)
         self.traffic.down(self._broadcast)
@@ -237,49 +228,12 @@ class Round:
             if factor != 1:
                 loss.register_hook(lambda gradient: gradient * factor)
 
-    def local_steps(self) -> int | None:
-        """Return the number of local steps of the client, where its module asks in a step.
-
-        It is the maximum over clients at the start of the round. None for others, and in an idle
-        step.
-        """
-        if not self._is_in_module():
-            return None
-        if self.step is None:
-            return int(self.plan.num_steps.max())
-        if not self.step.rows:
-            return None
-        steps = self.fit.runner.of_client(self.plan.num_steps[list(self.step.rows)])
-        return None if steps is None else int(steps)
-
-    def global_step(self) -> int | None:
-        """Return the client's optimizer steps in the whole run, where its module asks in a step.
-
-        A round continues from the client with the most local steps. None for others.
-        """
-        if self.step is None or not self.step.rows or not self._is_in_module():
-            return None
-        runner = self.fit.runner
-        count = self.fit.progress.steps + self._optimizer_steps(runner.steps_before + runner.step)
-        steps = runner.of_client(torch.full((len(self.step.rows),), count))
-        return None if steps is None else int(steps)
-
-    def _optimizer_steps(self, local_steps: int) -> int:
+    def optimizer_steps(self, local_steps: int) -> int:
         """Return the optimizer steps of the clients in this round; a client may skip some."""
         if not isinstance(self.fit.runner, SequentialRunner):  # Lightning counts whole batches
             return local_steps
         loop: Any = self.fit.trainer.fit_loop.epoch_loop
         return int(loop.global_step) - self._steps_at_start
-
-    def _is_in_module(self) -> bool:
-        return self.is_in_hook or self.fit.module._current_fx_name in STEP_METHODS
-
-    def is_last_step(self) -> bool | None:
-        """Return whether the local step is the client's last, where its module asks in it."""
-        if self.step is None or (steps := self.local_steps()) is None:
-            return None
-        runner = self.fit.runner
-        return runner.steps_before + runner.step + 1 == steps
 
     def _batch_size(self, step: Step) -> int:
         """Return the number of samples of a local step over all processes that share them."""
@@ -303,7 +257,7 @@ class Round:
             steps = 0 if self.plan.is_empty else step.start + step.steps
             if steps > self.results.most_steps:
                 self.results.most_steps = steps
-                self.results.optimizer_steps = self._optimizer_steps(steps)
+                self.results.optimizer_steps = self.optimizer_steps(steps)
                 self.results.schedule = self.fit.schedulers.read()
             self.position += len(step.rows)
             if batch_idx + 1 < len(schedule):
@@ -361,13 +315,9 @@ class Round:
         for client in clients[~finite].tolist():
             dropped.setdefault(client, "non_finite")
         if not finite.all() and not fit.warnings.non_finite:
-            received = fit.runner.layout.split(self.start.vector.reshape(-1, delta.shape[1]))
             parts = {**fit.runner.layout.split(delta), **beside}
-            wrong, initial = (
-                [name for name, part in each.items() if not part.isfinite().all()]
-                for each in (parts, received)
-            )
-            fit.warnings.note_non_finite(wrong, initial)
+            wrong = [name for name, part in parts.items() if not part.isfinite().all()]
+            fit.warnings.note_non_finite(wrong)
         return replace(sent, delta=delta), dropped
 
     def _end_parts(self, delta: Tensor, lr: Tensor) -> dict[str, Tensor]:
@@ -477,8 +427,8 @@ class Round:
         if policy.learns:
             # Modules may log without synchronizing, but policies must agree on all processes.
             fresh = trainer.strategy.broadcast(progress.table.fresh(trainer.callback_metrics))
-            policy.update(self.feedback(before, progress.val_loss, fresh))
-        row, learned = self.metrics(), fit.aggregator.metrics() | policy.metrics()
+            policy.update(feedback(self, before, progress.val_loss, fresh))
+        row, learned = metrics(self), fit.aggregator.metrics() | policy.metrics()
         learned |= fit.options.sampler.metrics(self.plan.round)
         progress.table.add(row | learned)
         progress.round += 1
@@ -502,69 +452,6 @@ class Round:
             f"Round {self.plan.round + 1} was stopped after {self.position} of"
             f" {len(self.plan.rows)} clients, and does not count"
         )
-
-    def feedback(
-        self, before: float | None, after: float | None, metrics: Mapping[str, float]
-    ) -> Feedback:
-        """Return the results from which the policy learns.
-
-        Args:
-            before: Validation loss before the round; None if unknown.
-            after: Validation loss after the round; None if unknown.
-            metrics: Metrics logged in the round.
-        """
-        fit, clients = self.fit, self.plan.clients
-        weights, losses = weights_and_losses(clients, self.results.losses, fit.planner.num_samples)
-
-        def contributions() -> Tensor:
-            return weights * fit.measures.contributions(
-                fit.runner, self.updates, clients, self.plan.round
-            )
-
-        wanted = fit.policy.learns_from
-        return Feedback(
-            self.plan,
-            before,
-            after,
-            losses if "client_losses" in wanted else None,
-            weights,
-            contributions if "contributions" in wanted else None,
-            metrics,
-            self.results.dropped,
-        )
-
-    def metrics(self) -> dict[str, Any]:
-        """Return the columns of the loop for the table of rounds."""
-        plan, dropped = self.plan, self.results.dropped
-        sent = self.results.rates  # by all clients, if they train here
-        rates = [sent[client] for client in plan.clients.tolist() if client in sent] or [math.nan]
-        # The mean of equal values would round.
-        lr = rates[0] if len(set(rates)) == 1 else fmean(rates)
-        per_client = {count: self.traffic.of_a_client(count) for count in {*self._unused.values()}}
-        traffic = {client: per_client[count] for client, count in self._unused.items()}
-        return {
-            "round": plan.round + 1,
-            "clients": len(plan.cohort),
-            "dropped": len(dropped),
-            "dropped_clients": " ".join(map(str, dropped)),
-            **count_causes(dropped),
-            "num_samples": self.results.num_samples,
-            "num_steps": 0 if plan.is_empty else int(plan.num_steps.sum()),
-            "lr": lr,
-            **self._hyperparameters(),
-            "bytes_up": sum(up for client, (up, _) in traffic.items() if client not in dropped),
-            "bytes_down": sum(down for _, down in traffic.values()),
-            **({"kept": 1} if self.is_kept else {}),
-        }
-
-    def _hyperparameters(self) -> dict[str, float]:
-        """Return the mean over the clients of the numbers of the module that the policy has set."""
-        values = self.plan.hyperparameters
-        known = {name: values[name] for name in self.fit.runner.declared.values if name in values}
-        return {
-            name: float(value[0] if (value == value[0]).all() else value.double().mean())
-            for name, value in known.items()
-        }
 
     def where(self) -> str | None:
         """Return a text with the round and the clients in training; None after the round."""

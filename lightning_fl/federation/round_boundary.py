@@ -187,42 +187,43 @@ class RoundBoundary:
         return found
 
 
-def deep_copy(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
+def deep_copy(value: Any) -> Any:
     """Return a deep copy in which tied parameters stay tied.
 
     Args:
         value: Containers of tensors, numbers and strings. Other objects are copied with
             ``copy.deepcopy``. Objects that cannot be copied are returned unchanged.
-        copies: Copies of tensors made so far, by their memory and shape.
     """
-    copies = {} if copies is None else copies
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided or not value.numel():
-            return value.detach().clone()
-        place = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-        if place not in copies:
-            copies[place] = value.detach().clone()
-        return copies[place]
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    if isinstance(value, dict):
-        same = copy.copy(value)  # an OrderedDict with its metadata, a Counter
-        for name, item in value.items():
-            same[name] = deep_copy(item, copies)
-        return same
-    if type(value) in (list, tuple):
-        return type(value)(deep_copy(item, copies) for item in value)
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # deepcopy may raise any exception
-        return value
+    copies: dict[Any, Tensor] = {}  # by memory and shape
+
+    def copied(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            if part.layout != torch.strided or not part.numel():
+                return part.detach().clone()
+            place = (part.data_ptr(), part.shape, part.stride(), part.dtype, part.device)
+            if place not in copies:
+                copies[place] = part.detach().clone()
+            return copies[place]
+        try:
+            return copy.deepcopy(part)
+        except Exception:  # deepcopy may raise any exception
+            return part
+
+    return _mapped(value, copied)
 
 
 def _unshared(value: Any) -> Any:
     """Copy containers, but not tensors."""
+    return _mapped(value, lambda part: part)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return containers like those of a value, whose other parts are changed by a function."""
     if isinstance(value, dict):
-        same = copy.copy(value)
+        same = copy.copy(value)  # an OrderedDict with its metadata, a Counter
         for name, item in value.items():
-            same[name] = _unshared(item)
+            same[name] = _mapped(item, change)
         return same
-    return [_unshared(item) for item in value] if type(value) is list else value
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    return change(value)

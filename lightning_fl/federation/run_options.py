@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.errors import FederationError
-from lightning_fl.options import check_choice, check_integer, check_number, describe
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy
 from lightning_fl.samplers import ClientSampler, UniformSampler
@@ -24,9 +23,9 @@ class RunOptions:
         FederationError: If an option has the wrong type or is out of range.
     """
 
-    aggregator: Aggregator
-    policy: HyperparameterPolicy
-    sampler: ClientSampler
+    aggregator: Aggregator = field(default_factory=FedAvg)
+    policy: HyperparameterPolicy = field(default_factory=Schedule)
+    sampler: ClientSampler = field(default_factory=UniformSampler)
     clients_per_round: int | None = None
     client_fraction: float | None = None
     min_clients: int = 1
@@ -35,27 +34,12 @@ class RunOptions:
     update_transforms: Sequence[UpdateTransform] = ()
     local_parameters: Sequence[str] = ()
 
-    @classmethod
-    def of(
-        cls,
-        aggregator: Aggregator | None,
-        policy: HyperparameterPolicy | None,
-        sampler: ClientSampler | None,
-        **options: Any,
-    ) -> RunOptions:
-        """Return options with the default rules in place of None."""
-        return cls(
-            FedAvg() if aggregator is None else aggregator,
-            Schedule() if policy is None else policy,
-            UniformSampler() if sampler is None else sampler,
-            **options,
-        )
-
     def __post_init__(self) -> None:
         for name, rule, kind in (
             ("aggregator", self.aggregator, Aggregator),
             ("policy", self.policy, HyperparameterPolicy),
             ("sampler", self.sampler, ClientSampler),
+            *(("each of update_transforms", t, UpdateTransform) for t in self.update_transforms),
         ):
             if not isinstance(rule, kind):
                 hint = f": write {rule.__name__}()" if isinstance(rule, type) else ""
@@ -80,11 +64,6 @@ class RunOptions:
                 f"local_parameters must be a list of patterns, got {patterns!r}: write"
                 ' ["net.head.*"] or ["type:_BatchNorm"]'
             )
-        for transform in self.update_transforms:
-            if not isinstance(transform, UpdateTransform):
-                raise FederationError(
-                    f"update_transforms must contain UpdateTransforms, got {transform!r}"
-                )
 
     @property
     def phases(self) -> Sequence[Phase]:
@@ -95,40 +74,6 @@ class RunOptions:
     def buffer_policy(self) -> BufferPolicy:
         """How the buffers of the clients are combined."""
         return "average" if self.buffers is None else self.buffers
-
-    def policies(self) -> list[HyperparameterPolicy]:
-        """Return the policy and the policies inside it."""
-        parts = self.policy.modules()
-        return [part for part in parts if isinstance(part, HyperparameterPolicy)]
-
-    def described(self, cohort_size: int) -> dict[str, Any]:
-        """Return what a resumed run may change with a warning, by name.
-
-        Args:
-            cohort_size: Number of clients sampled per round.
-        """
-        return {
-            "clients in a round": cohort_size,
-            "min_clients": int(self.min_clients),
-            "sampler": describe(self.sampler),
-            "aggregator": describe(self.aggregator),
-            "policy": ", ".join(map(describe, self.policies())),
-        }
-
-    def check_min_clients(self, sampled: int) -> None:
-        """Check that a round can reach ``min_clients``.
-
-        Args:
-            sampled: Number of clients sampled per round.
-
-        Raises:
-            FederationError: If it is smaller.
-        """
-        if sampled < self.min_clients:
-            raise FederationError(
-                f"min_clients={self.min_clients}, but only {sampled} clients are sampled per"
-                " round: decrease min_clients, or increase clients_per_round or client_fraction"
-            )
 
     def cohort_size(self, num_clients: int) -> int:
         """Return the number of clients sampled per round.

@@ -4,84 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from lightning_fl.errors import FederationError
-from lightning_fl.hooks import properties_set
 from lightning_fl.runners import ClientOptimizer
 from lightning_fl.runners.optimizer import Options
-
-
-def counts_of_one_client(
-    trainer: Trainer,
-    stepping_batches: Callable[[], int | float],
-    local_steps: Callable[[], int | None],
-    is_last_step: Callable[[], bool | None],
-    global_step: Callable[[], int | None],
-) -> AbstractContextManager[None]:
-    """Return a context in which the Trainer counts the batches of one client, not of all.
-
-    ``estimated_stepping_batches`` is the number of scheduler steps of a client in the whole run.
-    ``num_training_batches`` is the number of local steps of the client in the round, where the
-    module asks for it in a step, and the maximum over clients, where it asks before a step.
-    ``global_step`` is the client's number of optimizer steps in the run, where the module asks.
-    ``is_last_batch`` tells the module in a step whether it is the last one of the client, and the
-    length of ``train_dataloader`` is ``num_training_batches``. Lightning and callbacks get the
-    number of batches in the round, and its last batch.
-
-    Args:
-        trainer: The Trainer.
-        stepping_batches: Function that returns the number of scheduler steps.
-        local_steps: Function that returns the number of local steps; None for others.
-        is_last_step: Function that returns whether the local step is the last; None for others.
-        global_step: Function that returns the client's optimizer steps in the run; None for others.
-    """
-    of_round: Any = type(trainer).num_training_batches
-    in_round: Any = type(trainer).is_last_batch
-    of_trainer: Any = type(trainer).train_dataloader
-    of_run: Any = type(trainer).global_step
-
-    def batches(trainer: Trainer) -> int | float:
-        steps = local_steps()
-        return of_round.fget(trainer) if steps is None else steps
-
-    def is_last(trainer: Trainer) -> bool:
-        is_last = is_last_step()
-        return in_round.fget(trainer) if is_last is None else is_last
-
-    def loader(trainer: Trainer) -> Any:
-        own = of_trainer.fget(trainer)
-        if not isinstance(own, DataLoader):  # before the first round
-            return own
-
-        def length(_: Any) -> int:
-            steps = local_steps()
-            return len(own) if steps is None else steps
-
-        shown, kind = copy.copy(own), type(own)
-        shown.__class__ = type(kind.__name__, (kind,), {"__len__": length})
-        return shown
-
-    def step(trainer: Trainer) -> int:
-        steps = global_step()
-        return of_run.fget(trainer) if steps is None else steps
-
-    counts = {
-        "global_step": step,
-        "estimated_stepping_batches": lambda _: stepping_batches(),
-        "num_training_batches": batches,
-        "is_last_batch": is_last,
-        "train_dataloader": loader,
-    }
-    return properties_set(trainer, counts)
-
 
 ScheduleState = tuple[list[dict[str, Any]], Options]
 
@@ -119,11 +51,6 @@ class Schedulers:
         self._stepwise: list[Any] = [c.scheduler for c in stepwise]
         self._on_plateau = [c for c in configs if c.reduce_on_plateau and c.interval == "epoch"]
         self._optimizer = optimizer
-
-    @property
-    def are_stepwise(self) -> bool:
-        """Whether they have ``interval="step"``."""
-        return bool(self._stepwise)
 
     def read(self) -> ScheduleState:
         """Return a copy of the state of step-wise schedulers, and of the optimizer's options."""

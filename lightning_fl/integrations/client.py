@@ -94,7 +94,8 @@ class RemoteClient:
             )
         of_loop = {name: value for name, value in options.items() if name != "phases"}
         policy = Schedule(phases=options.get("phases", ()))
-        self.rule = RunOptions.of(aggregator, policy, None, **of_loop).aggregator
+        of_loop |= {} if aggregator is None else {"aggregator": aggregator}
+        self.rule = RunOptions(policy=policy, **of_loop).aggregator
         self.module, self.trainer = module, dict(trainer or {})
         check_trainer(self.trainer)
         if not isinstance(data, FederatedDataModule):

@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-import warnings
 from contextlib import nullcontext
 
 import lightning as L
@@ -1092,7 +1091,6 @@ HOOKS = ["setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
-@pytest.mark.filterwarnings("ignore:.*asked for the training loader")
 @pytest.mark.parametrize("wrap", [lambda m: m, lambda m: VectorizedClients(m, 2, compile=False)])
 @pytest.mark.parametrize(
     "look", [lambda t: t.num_training_batches, batches_of_setup, loader_of_setup]
@@ -1116,18 +1114,3 @@ def test_before_a_step_the_training_batches_of_a_stream_are_those_of_the_round(f
     phases = [Phase(["net.weight"], local_epochs=1), Phase("all")]
     loop = FederatedLoop(policy=Schedule(num_steps=4, phases=phases))
     fit(Plans(hook, lambda trainer: None), loop, data, rounds=1)
-
-
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
-@pytest.mark.parametrize(
-    "look",
-    [lambda t: len(t.datamodule.train_dataloader()), batches_of_setup],
-    ids=["data module", "Trainer"],
-)
-@pytest.mark.parametrize("hook", ["setup", "configure_optimizers"])
-def test_a_schedule_as_long_as_the_loader_of_all_clients_is_warned_of(fit, hook, look):
-    with pytest.warns(UserWarning, match="Plans asked for.* length, 10,.* at most 4 steps"):
-        ask_for_batches(fit, Plans(hook, look))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*asked for the training loader")
-        ask_for_batches(fit, Plans(hook, lambda t: t.estimated_stepping_batches))

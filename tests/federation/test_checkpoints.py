@@ -221,7 +221,6 @@ CHANGES = {
     ),
     "optimizer": (lambda t, s, path: t.pop("optimizer_states"), "'optimizer_states' is missing"),
     "loops": (lambda t, s, path: t["loops"].clear(), "cannot be loaded: 'fit_loop' is missing"),
-    "name": (lambda t, s, path: s["store"][0].update(name="x"), "client 0 keeps 'x' of shape"),
     "buffer": (
         lambda t, s, path: s["unsaved buffers"].update(x=torch.ones(3)),
         r"non-persistent buffers are missing or differ: \['x'\]",

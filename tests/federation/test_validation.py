@@ -6,7 +6,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_fl import ClientParallelStrategy
-from lightning_fl.federation.processes import processes_of
+from lightning_fl.federation.processes import Processes
 from lightning_fl.federation.validation import Validation
 from lightning_fl.policies import DiscreteGaussianReinforce, Schedule
 
@@ -32,7 +32,7 @@ def test_each_process_validates_on_all_samples_where_its_result_acts_on_the_run(
     )
     data = SimpleNamespace(shares_validation=True)
     options = SimpleNamespace(policy=policy)
-    validation = Validation(trainer, data, options, processes_of(trainer))
+    validation = Validation(trainer, data, options, Processes(trainer))
     assert (data.shares_validation, trainer.strategy.repeats_validation) == (
         not is_repeated,
         is_repeated,

@@ -190,7 +190,7 @@ def test_personal_evaluation_is_not_disturbed(fit, data):
         (lambda: Quantize(2.5), "bits must be an integer"),
         (
             lambda: FederatedLoop(update_transforms=[TopK]),
-            "update_transforms must contain UpdateTransforms",
+            r"each of update_transforms must be a UpdateTransform.* write TopK\(\)",
         ),
     ],
 )
