@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fl.errors import FederationError
 from lightning_fl.options import check_choice, check_flag, check_integer, check_number
-from lightning_fl.runners.optimizer import is_elementwise
+from lightning_fl.runners.optimizer import is_elementwise, is_proportional
 
 
 class Adaptive(torch.optim.Optimizer):
@@ -61,8 +61,8 @@ class Adaptive(torch.optim.Optimizer):
         options = {"rule": rule, "lr": lr, "betas": tuple(betas), "tau": tau}
         super().__init__(params, options)
 
-    #: Whether clients may be vectorized; see ``docs/tutorials/your_module.md``.
-    federated_elementwise = True
+    #: Whether clients may be vectorized, and have different learning rates then.
+    federated_elementwise = federated_proportional = True
 
     def fresh(self, param: Tensor, name: str) -> Tensor:
         """Return the initial value of a parameter's state ``m`` or ``v``."""
@@ -131,6 +131,11 @@ class Combined(torch.optim.Optimizer):
     def federated_elementwise(self) -> bool:
         """Whether the steps of all optimizers are elementwise."""
         return all(map(is_elementwise, self.optimizers))
+
+    @property
+    def federated_proportional(self) -> bool:
+        """Whether the steps of all optimizers are proportional to their learning rates."""
+        return all(map(is_proportional, self.optimizers))
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"optimizers": self.optimizers, "num_groups": self.num_groups}
@@ -220,8 +225,8 @@ class PFedMe(torch.optim.Optimizer):
                 " evaluations of the loss"
             )
 
-    #: Whether clients may be vectorized.
-    federated_elementwise = True
+    #: Whether clients may be vectorized, and have different learning rates then.
+    federated_elementwise = federated_proportional = True
 
     def fresh(self, param: Tensor, name: str) -> Tensor:
         """Return the initial personal model of a client, which is its local model."""

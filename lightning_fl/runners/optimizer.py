@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from types import MethodType
@@ -304,38 +304,27 @@ def step_hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 def around_steps(
     optimizer: Optimizer,
-    before: Callable[..., tuple[Any, Any] | None],
-    after: Callable[..., None],
+    before: Callable[[Callable[[], Any] | None], Callable[[], Any] | None],
+    after: Callable[[], None],
 ) -> Callable[[], None]:
     """Call functions before and after each step of an optimizer.
 
-    A wrapper that never calls ``Optimizer.__init__`` (timm's Lookahead) does not call step hooks.
-    Its ``step`` is replaced instead.
+    Step hooks would not do: a wrapper that never calls ``Optimizer.__init__`` has none.
 
     Args:
         optimizer: The optimizer.
-        before: Called before each step with the optimizer, the arguments of ``step`` (the first is
-            the optimizer) and its keyword arguments. It may return replacements of both.
-        after: Called after each step with the same arguments.
+        before: Called before each step with its closure; returns the closure to use.
+        after: Called after each step.
 
     Returns:
         A function that ends the calls.
     """
-    if getattr(type(optimizer).step, "hooked", False):
-        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-
-        def remove() -> None:
-            for hook in hooks:
-                hook.remove()
-
-        return remove
     step, was_set = optimizer.step, "step" in vars(optimizer)
 
     @wraps(step)
-    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        (_, *others), kwargs = before(self, (self, *args), kwargs) or ((self, *args), kwargs)
-        result = step(*others, **kwargs)
-        after(self, others, kwargs)
+    def stepped(_: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        result = step(closure=before(closure), **options)
+        after()
         return result
 
     vars(optimizer)["step"] = MethodType(stepped, optimizer)  # as schedulers do
@@ -378,6 +367,13 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     )
 
 
+def is_proportional(optimizer: Optimizer) -> bool:
+    """Return whether a step is known to be proportional to the learning rate."""
+    return type(optimizer) in PROPORTIONAL or bool(
+        getattr(optimizer, "federated_proportional", False)
+    )
+
+
 def why_not_elementwise(optimizer: Optimizer, keep: bool) -> str | None:
     """Return the reason why an optimizer cannot train stacked clients, or None.
 
@@ -415,24 +411,3 @@ def fresh(optimizer: Optimizer, param: Tensor, name: str) -> Tensor:
     made = getattr(optimizer, "fresh", None)
     value: Tensor = torch.zeros_like(param) if made is None else made(param, name)
     return value.detach().clone()
-
-
-def copied_onto(params: Mapping[int, nn.Parameter], optimizer: Optimizer) -> Optimizer:
-    """Return a copy of an optimizer with other parameters.
-
-    Args:
-        params: The new parameters, by the ``id`` of the originals.
-        optimizer: The optimizer, with its inner ones, before its first step.
-    """
-    memo: dict[int, Any] = dict(params)
-    optimizers = with_inner(optimizer)
-    for each in optimizers:
-        memo[id(each)] = object.__new__(type(each))
-    for each in optimizers:
-        for name, value in vars(each).items():
-            if name.startswith("_optimizer_"):
-                vars(memo[id(each)])[name] = OrderedDict()  # hooks
-            elif name != "step":  # the wrapper of a scheduler, which counts steps
-                vars(memo[id(each)])[name] = copy.deepcopy(value, memo)
-    copied: Optimizer = memo[id(optimizer)]
-    return copied

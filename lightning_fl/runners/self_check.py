@@ -26,7 +26,7 @@ from lightning_fl.hooks import attributes_set, call_hook, properties_set
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
 from lightning_fl.runners.module_copy import copied_module
-from lightning_fl.runners.optimizer import ELEMENTWISE, PROPORTIONAL, copied_onto, tensors_in
+from lightning_fl.runners.optimizer import tensors_in
 from lightning_fl.runners.samples import Collated, copied
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, is_equal, is_floating
 
@@ -165,20 +165,11 @@ class VectorizedCheck:
 
     Args:
         tensors: The tensors of the user's module.
-        stacks: The stacked parameters by name.
-        optimizer: Their optimizer.
         batches: Batches of two clients.
     """
 
-    def __init__(
-        self,
-        tensors: ModuleTensors,
-        stacks: dict[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        batches: Sequence[Any],
-    ) -> None:
+    def __init__(self, tensors: ModuleTensors, batches: Sequence[Any]) -> None:
         self.tensors, self.module = tensors, tensors.module
-        self.stacks, self.optimizer = stacks, optimizer
         self.batches = list(batches)
         constants = sum(param.nbytes for param in tensors.constants.values())
         #: Whether steps are compared in float64, in which frozen parameters are copied, too.
@@ -186,8 +177,6 @@ class VectorizedCheck:
         self.trained = [name for name, p in tensors.parameters.items() if p.requires_grad]
         #: Floating-point operations of a client's step.
         self.flops = 0.0
-        #: Whether a step of the optimizer is proportional to its learning rate.
-        self.is_linear = type(optimizer) in PROPORTIONAL
 
     def count_flops(self) -> None:
         """Count the operations of a step, in the module's own precision, which is faster."""
@@ -243,7 +232,7 @@ class VectorizedCheck:
         stacked = tree_map(lambda *t: torch.stack(t), *own)
         if not is_equal(_numbers(stacked), _numbers(at_once), exactness):
             return "its vectorized step gives different results"
-        return self._why_not_stepped([result.grads for result in own])
+        return None
 
     def _client(self, row: int) -> Tensors:
         """Return tensors of a client. Those of two differ, to reveal clients that are mixed up."""
@@ -337,39 +326,6 @@ class VectorizedCheck:
         """Return the gradients of the trained parameters; 0 for those without one."""
         return {name: grads.get(name, torch.zeros_like(values[name])) for name in self.trained}
 
-    def _why_not_stepped(self, grads: list[Tensors]) -> str | None:
-        """Return the reason why the optimizer cannot train stacked clients, or None.
-
-        A copy of it steps with the gradients of both clients, and copies with those of one client.
-        """
-        if type(self.optimizer) in ELEMENTWISE:
-            return None
-
-        def moves(rows: slice | int, rate: float, ratio: float = 1.0) -> list[Tensor]:
-            """Return the changes of the parameters after four steps, times a ratio each."""
-            starts = tree_map(lambda *t: torch.stack(t)[rows], *map(self._client, range(2)))
-            params = {id(p): nn.Parameter(starts[n].clone()) for n, p in self.stacks.items()}
-            optimizer = copied_onto(params, self.optimizer)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            for scale in (1.0, 1e3, 1e-3, 1.0):
-                for name in self.trained:
-                    gradient = torch.stack([each[name] for each in grads])[rows]
-                    params[id(self.stacks[name])].grad = scale * gradient
-                before = [param.detach().clone() for param in params.values()]
-                optimizer.step()
-                for param, old in zip(params.values(), before, strict=True):
-                    param.data = old + ratio * (param.detach() - old)
-            return [params[id(p)].detach() - starts[name] for name, p in self.stacks.items()]
-
-        both = moves(slice(0, 2), 0.1)
-        alone = zip(moves(0, 0.1), moves(1, 0.1), strict=True)
-        if not _are_close(both, [torch.stack(pair) for pair in alone]):
-            return f"the steps of {type(self.optimizer).__name__} mix the parameters of clients"
-        halves = (moves(slice(0, 2), 0.1, ratio=0.5), moves(slice(0, 2), 0.05))
-        self.is_linear = _are_close(*halves)
-        return None
-
 
 def _loaded(module: nn.Module, values: Tensors) -> Tensors:
     """Copy values into the parameters and buffers of a module, and return all of these by name."""
@@ -390,11 +346,3 @@ def metrics_of(module: nn.Module) -> Iterator[Metric]:
 def _numbers(result: Any) -> list[Tensor]:
     """Return the tensors of a result as numbers that can be compared."""
     return [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-
-
-def _are_close(one: Sequence[Tensor], other: Sequence[Tensor], rtol: float = 1e-5) -> bool:
-    return all(
-        torch.allclose(a, b, rtol=rtol, atol=rtol * float(a.abs().max()))
-        for a, b in zip(one, other, strict=True)
-        if is_floating(a) and a.numel()
-    )

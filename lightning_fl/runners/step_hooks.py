@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -10,7 +11,6 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from lightning_fl.hooks import overrides
-from lightning_fl.runners.tensors import overlapping
 
 #: Hooks of a module or data module that transfer a batch to the device.
 TRANSFER_HOOKS = (
@@ -41,8 +41,10 @@ GRADIENT_HOOKS = (
     "on_before_optimizer_step",
     "on_before_zero_grad",
 )
+#: Hooks of a callback around a Lightning batch.
+BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 #: Hooks of a callback in a training step.
-CALLBACK_HOOKS = ("on_train_batch_start", *GRADIENT_HOOKS, "on_train_batch_end")
+CALLBACK_HOOKS = (*BATCH_HOOKS, *GRADIENT_HOOKS)
 _HOOKS = {
     *(name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind)),
     *("validation_step", "test_step", "predict_step", "configure_callbacks"),
@@ -71,8 +73,6 @@ def why_alone(module: LightningModule) -> str | None:
             return "an Embedding with max_norm or padding_idx writes to its weights"
     if hooked := hooked_parts(module):
         return f"hooks of {hooked[0]} run in the backward pass"
-    if names := overlapping(module):
-        return f"its tensors {names[0]} and {names[1]} share memory"
     return None
 
 
@@ -99,15 +99,17 @@ def changes_transfers(trainer: Trainer) -> bool:
     )
 
 
-def gradient_callbacks(trainer: Trainer) -> list[str]:
-    """Return the names of callbacks that can read or change gradients, without this library's."""
+def callbacks_with(hooks: Collection[str], trainer: Trainer) -> list[str]:
+    """Return the names of callbacks of users that override any of some hooks."""
 
     def sees(callback: Callback, hook: str) -> bool:
-        is_ours = getattr(callback, hook).__module__.startswith("lightning_fl.")
-        return overrides(callback, hook, Callback) and not is_ours
+        is_users = not getattr(callback, hook).__module__.startswith(
+            ("lightning_fl.", "lightning.")
+        )
+        return is_users and overrides(callback, hook, Callback)
 
     return [
         type(callback).__name__
         for callback in trainer.callbacks  # type: ignore[attr-defined]  # a connector's
-        if any(sees(callback, hook) for hook in GRADIENT_HOOKS)
+        if any(sees(callback, hook) for hook in hooks)
     ]

@@ -246,8 +246,9 @@ def test_the_step_of_an_optimizer_is_its_own_again_after_the_fit(trainer, tiny, 
 # --- stacked clients ------------------------------------------------------------------------------
 
 
-def declared(kind):
-    return type(kind.__name__, (kind,), {"federated_elementwise": True})
+def declared(kind, proportional=False):
+    marks = {"federated_elementwise": True, "federated_proportional": proportional}
+    return type(kind.__name__, (kind,), marks)
 
 
 @pytest.mark.parametrize(
@@ -263,12 +264,12 @@ def declared(kind):
         lambda p: optim.Adamax(p, lr=0.01, weight_decay=0.1),
         lambda p: Adaptive(p, "yogi", lr=0.01),
         PFedMe,
-        declared(hidden.Counting),
-        declared(hidden.Attribute),
+        declared(hidden.Counting, proportional=True),
+        declared(hidden.Attribute, proportional=True),
     ],
 )
 def test_vectorized_clients_with_an_elementwise_optimizer_agree(make, agree, tiny):
-    agree(lambda: tiny(optimizer=make), group_size=(3,), steps_per_batch=2)
+    agree(lambda: tiny(optimizer=make), group_size=(3,), most_steps=2)
 
 
 @pytest.mark.parametrize("make", [optim.ASGD, optim.Rprop, declared(hidden.Lookahead)])
@@ -288,9 +289,6 @@ def test_different_rates_need_steps_proportional_to_the_rate(make, agree, train,
         (optim.Adafactor, "Adafactor are not known to be elementwise"),
         (optim.LBFGS, "LBFGS are not known to be elementwise"),
         (lambda p: Combined(optim.LBFGS(p)), "Combined are not known to be elementwise"),
-        (declared(hidden.Learned), "Learned mix the parameters of clients"),
-        (declared(hidden.GlobalNorm), "GlobalNorm mix the parameters of clients"),
-        (declared(hidden.Factored), "Factored mix the parameters of clients"),
     ],
 )
 def test_with_another_optimizer_clients_train_one_after_another(make, why, train, tiny, flat):

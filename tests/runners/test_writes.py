@@ -73,7 +73,7 @@ def copied(target, source):
     ],
 )
 def test_writes_to_frozen_parameters_are_kept(agrees, tiny, write, group_size, since):
-    options = {"group_size": group_size, "steps_per_batch": 2, "rounds": 3}
+    options = {"group_size": group_size, "most_steps": 2, "rounds": 3}
     agrees(lambda: tiny(Averaging, write, since), **options)
 
 
@@ -127,7 +127,7 @@ def clamp_in_place(weight):
 )
 def test_writes_to_trained_parameters_are_kept(agrees, tiny, clamp, is_first):
     with pytest.warns(UserWarning, match=r"writes to the trained parameter net\.0\.weight"):
-        agrees(lambda: tiny(Clamping, clamp, is_first), group_size=(3,), steps_per_batch=2)
+        agrees(lambda: tiny(Clamping, clamp, is_first), group_size=(3,), most_steps=2)
 
 
 class Hooked(Linear):
@@ -163,7 +163,7 @@ class Hooked(Linear):
 @pytest.mark.parametrize(("rule", "steps"), [(FedAvg, 1), (FedAvg, 3), (OwnStarts, 3)])
 def test_writes_of_client_hooks_are_kept(agrees, tiny, rule, steps):
     federation = {"aggregator": rule()}
-    agrees(lambda: tiny(Hooked), steps_per_batch=steps, rounds=3, federation=federation)
+    agrees(lambda: tiny(Hooked), most_steps=steps, rounds=3, federation=federation)
 
 
 # --- buffers that a federation cannot manage ------------------------------------------------------
