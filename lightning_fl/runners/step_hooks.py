@@ -103,10 +103,9 @@ def callbacks_with(hooks: Collection[str], trainer: Trainer) -> list[str]:
     """Return the names of callbacks of users that override any of some hooks."""
 
     def sees(callback: Callback, hook: str) -> bool:
-        is_users = not getattr(callback, hook).__module__.startswith(
-            ("lightning_fl.", "lightning.")
-        )
-        return is_users and overrides(callback, hook, Callback)
+        owner = next(kind for kind in type(callback).__mro__ if hook in vars(kind))
+        is_known = owner.__module__.startswith(("lightning.", "lightning_fl."))
+        return hook in vars(callback) or not is_known
 
     return [
         type(callback).__name__
