@@ -1012,9 +1012,10 @@ class Profiled(PassThroughProfiler):
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 def test_a_profiler_counts_batches_though_clients_train_at_once(fit, linear):
     profiler = Profiled()
-    ask_for_batches(
-        fit, linear(), lambda m: VectorizedClients(m, 2, compile=False), profiler=profiler
-    )
+    # With a callback that follows batches, each has one local step.
+    follows = type("Follows", (L.Callback,), {"on_train_batch_end": lambda *_: None})()
+    options = {"profiler": profiler, "callbacks": [follows]}
+    ask_for_batches(fit, linear(), lambda m: VectorizedClients(m, 2, compile=False), **options)
     assert profiler.found == {6}
 
 

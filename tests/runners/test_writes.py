@@ -205,9 +205,7 @@ class Late(Averaging):
 def test_a_buffer_that_changes_its_shape_is_refused_by_name(train, tiny, ragged, kind, group_size):
     module = tiny(kind)
     memory = [p.data_ptr() for p in module.parameters()]
-    with pytest.raises(
-        FederationError, match=r"the shape of its buffer seen from \(0, 3\) to"
-    ) as info:
+    with pytest.raises(FederationError, match=r"of its buffer seen from \(0, 3\)") as info:
         train(module, group_size, datamodule=ragged(drop_last=True))
     assert not any("failed" in note for note in info.value.__notes__)
     assert [p.data_ptr() for p in module.parameters()] == memory  # not that of the stacks
@@ -228,7 +226,7 @@ class Fractions(Averaging):
 
 @pytest.mark.parametrize("group_size", [None, 1, 3])
 def test_a_buffer_that_changes_its_dtype_is_refused_by_name(train, tiny, ragged, group_size):
-    with pytest.raises(FederationError, match=r"the dtype of its buffer average from") as info:
+    with pytest.raises(FederationError, match=r"of its buffer average from .*int64 to") as info:
         train(tiny(Fractions), group_size, datamodule=ragged(drop_last=True))
     assert not any("failed" in note for note in info.value.__notes__)
 
