@@ -174,7 +174,7 @@ def check_places(device, user, loop):
                     assert tensor.device == device, f"{type(rule).__name__}.{name}"
 
 
-VECTORIZED = {"group_size": 3, "steps_per_batch": 2}
+VECTORIZED = {"group_size": 3}
 
 
 def check(folder, make, group_size=None, rounds=2, **options):
@@ -234,10 +234,6 @@ def test_progress_is_shown(tmp_path):
         return row(callbacks=[RoundProgress()], trainer={"enable_progress_bar": True})
 
     check(tmp_path, make, VECTORIZED)
-
-
-def test_one_local_step_per_batch_gives_the_results_of_the_cpu(tmp_path):
-    check(tmp_path, row, {"group_size": 3, "steps_per_batch": 1})
 
 
 @pytest.mark.parametrize(

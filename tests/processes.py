@@ -203,9 +203,7 @@ CASES = {name: partial(ROWS[name], None) for name in TABLE} | {
     ),
     "vectorized": vectorized(of(policy=Uneven), fixed_groups=False),
     "vectorized, fixed groups": vectorized(of(aggregator=FedAdam, policy=Uneven)),
-    "vectorized, augmented": vectorized(
-        partial(ROWS["Digits, augmented"], None), steps_per_batch=2
-    ),
+    "vectorized, augmented": vectorized(partial(ROWS["Digits, augmented"], None)),
 }
 #: The same for processes that share the samples of a client's batches.
 SHARED = {

@@ -348,11 +348,11 @@ def test_vectorized_clients_and_threads_have_options(cli, tmp_path, monkeypatch)
     tiny = (*FIT, "--trainer.fast_dev_run=true")
     cli(*tiny, "--vectorize.group_size=3", "--vectorize.compile=false", "--threads=3")
     config = tmp_path / "vectorized.yaml"
-    config.write_text("vectorize: {group_size: auto, steps_per_batch: 2}")
+    config.write_text("vectorize: {group_size: auto, compile: true}")
     cli(*tiny, "--config", str(config))
     assert seen == [
         {"group_size": 3, "compile": False},
-        {"group_size": "auto", "steps_per_batch": 2},
+        {"group_size": "auto", "compile": True},
     ]
     assert threads[0] == 3
 

@@ -27,7 +27,7 @@ from lightning_fl.datamodules.audio import LogMel
 from lightning_fl.models import CifarCNN
 from lightning_fl.policies import Schedule
 
-GROUPS = {"group_size": 3, "steps_per_batch": 2}
+GROUPS = {"group_size": 3}
 GRAPHS = GROUPS | {"compile": True}
 
 

@@ -285,6 +285,7 @@ class Resume:
                 # restores parameter groups, which Lightning would do later
                 callback.on_fit_start(fit.trainer, module)
         self._check_identity({"exchanged": runner.num_parameters}, state)
+        fit.memory.check_stored(runner)
         groups = [state["param_groups"] for state in checkpoint["optimizer_states"]]
         for now, group in zip(fit.trainer.optimizers[0].param_groups, *groups, strict=True):
             group |= {name: value for name, value in now.items() if name not in group}

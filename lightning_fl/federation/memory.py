@@ -12,7 +12,9 @@ from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
+from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.runners.base import ClientRunner
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
 
@@ -92,6 +94,29 @@ class ClientMemory:
                 memory |= {f"{PART}{i}.{name}": rows[name][row] for name in self.initial[i]}
             self.store.put(client, {**of_runner[row], **memory})
         return replace(update, delta=delta)
+
+    def check_stored(self, runner: ClientRunner) -> None:
+        """Check the names and shapes of the state of all clients, which comes from a checkpoint.
+
+        Args:
+            runner: Runner of the clients.
+
+        Raises:
+            FederationError: If a client keeps a tensor that clients of this run do not keep.
+        """
+        tensors = runner.tensors.by_name
+        shapes = {runner.row_name(name): tensors[name].shape for name in runner.stored}
+        for i, initial in enumerate(self.initial):
+            shapes |= {f"{PART}{i}.{name}": first.shape for name, first in initial.items()}
+        of_owners = (TRANSFORM, "optimizer.", "number.")
+        for client, rows in self.store.rows.items():
+            for name, row in rows.items():
+                known = row.shape if name.startswith(of_owners) else shapes.get(name)
+                if known != row.shape:
+                    raise FederationError(
+                        f"client {client} keeps {short_repr(name)} of shape {list(row.shape)},"
+                        " and clients here do not: restore the module and the aggregator"
+                    )
 
     def _check(self, i: int, rows: Mapping[str, Tensor], count: int) -> None:
         """Check the memory returned by a part against its ``initial_memory``."""

@@ -28,9 +28,9 @@ REAL = {torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.
 REAL |= {torch.float32, torch.float64}
 #: Numbers of samples and clients are smaller.
 MOST = 2**40
-#: A client's mean learning rate is at most so many times the one that it was sent: warm-up and
+#: A client's mean learning rate is at most so many times the one that it was sent: warm-ups and
 #: hooks of a module change it, and rules multiply with it.
-MOST_LR = 10
+MOST_LR = 1000
 
 
 def check_version(version: str, other: str, own: str) -> None:

@@ -1,7 +1,8 @@
 """Runners, which train clients one after another or many at once.
 
-- ``base``, ``sequential`` and ``vectorized`` are the runners, ``module`` the wrapper that Lightning
-  gets for clients at once, ``groups`` the number of these clients, ``memory`` a setting of the
+- ``base``, ``sequential`` and ``vectorized`` are the runners, ``client_runner`` chooses one,
+  ``stacks`` are the tensors of clients at once, ``module`` the wrapper that Lightning gets for
+  them, ``groups`` the number of these clients, ``memory`` a setting of the
   C library for their steps.
 - ``local_step`` is a training step as a function of its tensors, ``compiled`` the same as a graph.
   ``samples`` goes into it, ``logs`` comes out of it, ``tensors`` and ``optimizer`` are changed by
@@ -15,8 +16,9 @@
 
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
+from lightning_fl.runners.client_runner import client_runner, user_module
 from lightning_fl.runners.hyperparameters import Declared
-from lightning_fl.runners.module import VectorizedClients, client_runner, user_module
+from lightning_fl.runners.module import VectorizedClients
 from lightning_fl.runners.optimizer import ClientOptimizer, optimizers_in
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.tensors import TensorList, flat

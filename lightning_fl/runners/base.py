@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fl.contracts.client_part import GradientTerm
@@ -26,9 +25,8 @@ from lightning_fl.runners.optimizer import (
     Rows,
     around_steps,
     params_of,
-    with_inner,
 )
-from lightning_fl.runners.phases import PhasedTraining, trained_parameters
+from lightning_fl.runners.phases import PhasedTraining, trained_in_phases
 from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.runners.tensors import (
     GLOBAL_PARAMETERS,
@@ -82,7 +80,7 @@ class ClientRunner(ABC):
         self.tensors = ModuleTensors(module, constants)
         self.constants = Constants(type(module).__name__, self.tensors.constants)
         self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
-        self._has_warned_of_late = self._has_aggregated = self._is_in_step = False
+        self._has_aggregated = self._is_in_step = False
         self.declared = Declared(module)
         self.declared.reset()
         #: Initial values of client-local parameters and buffers, by name.
@@ -154,7 +152,7 @@ class ClientRunner(ABC):
     def write(self, state: ServerState) -> None:
         """Load a state into the module and reset the optimizer."""
         self.adopt()
-        self._warn_of_late_buffers()
+        self.tensors.warn_of_late_buffers()
         self.vector.write(state.vector)
         self.counters.write(state.counters)
         self.restore_private()
@@ -195,17 +193,6 @@ class ClientRunner(ABC):
         for name, tensor in self.tensors.by_name.items():
             if (row := rows.get(self.row_name(name))) is not None:
                 tensor.copy_(row, non_blocking=True)
-
-    def _warn_of_late_buffers(self) -> None:
-        """Warn once of buffers that were registered during the fit and cannot be reset."""
-        late = [n for n, _ in self.module.named_buffers() if n not in self.named_buffers]
-        if late and not self._has_warned_of_late:
-            self._has_warned_of_late = True
-            rank_zero_warn(
-                f"{type(self.module).__name__} registered the buffer {late[0]} during the fit, so"
-                " that it is carried over from client to client and not averaged. Register it"
-                " before the fit, or run the module once on a sample before the fit"
-            )
 
     def close(self) -> None:
         """Release the optimizer."""
@@ -284,15 +271,6 @@ class ClientRunner(ABC):
             values: Values of the policy by name, ``[k]``. Only declared numbers are used; others
                 keep the values of the module.
         """
-
-    def _placed(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values of declared numbers in the dtype and on the device of training."""
-        vector = self.vector
-        return {
-            name: value.to(vector.dtype).to(vector.device, non_blocking=True)
-            for name, value in values.items()
-            if name in self.declared.values
-        }
 
     def begin_batch(  # noqa: B027  # sequential training does not need it
         self, work: Callable[[], tuple[Tensor, Tensor]]
@@ -415,14 +393,7 @@ class ClientRunner(ABC):
             FederationError: If a phase trains no parameter, or the optimizer moves parameters
                 without a gradient.
         """
-        for each in with_inner(self.optimizer) if phases else ():
-            # They evaluate the loss several times, with all parameters moved.
-            if isinstance(each, torch.optim.LBFGS) or hasattr(each, "evaluations"):
-                raise FederationError(
-                    f"phases do not support {type(each).__name__}, which moves parameters without a"
-                    " gradient: choose another optimizer"
-                )
-        names = [trained_parameters(phase, self.module, self.private) for phase in phases]
+        names = trained_in_phases(phases, self.module, self.private, self.optimizer)
         self.phases = PhasedTraining(names, list(self.named_parameters))
 
     def start_phases(self, ends: Tensor) -> None:
@@ -475,21 +446,13 @@ class ClientRunner(ABC):
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * self._ratio
 
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> tuple[Any, Any] | None:
-        """Prepare a step of the optimizer.
-
-        Returns:
-            New arguments of the step, the optimizer first, if the closure must be wrapped to add
-            the gradient terms; otherwise None.
-        """
+    def _before_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """Prepare a step of the optimizer; return its closure, which also completes gradients."""
         self.begin_step()
         if not self.optimizer_state.is_simple:  # it may move parameters without a gradient
             self._held = [(p.data, p.detach().clone()) for p in self._held_parameters()]
         if not self.gradient_terms and not self.phases:
-            return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            return closure
         if closure is None:
             self._complete_gradients()
             return None
@@ -499,9 +462,9 @@ class ClientRunner(ABC):
             self._complete_gradients()
             return loss
 
-        return (optimizer,), {**kwargs, "closure": completed}
+        return completed
 
-    def end_step(self, *_: Any) -> None:
+    def end_step(self) -> None:
         """Record the step's learning rate, which hooks may have set, and restore the group's.
 
         A rate that is a tensor is copied instead of read, since reading waits for the device.
@@ -509,7 +472,7 @@ class ClientRunner(ABC):
         lr = self._own_lr[0] if self._own_lr else self.optimizer.param_groups[0].get("lr", 0.0)
         self._step_rates.append(lr.detach().clone() if isinstance(lr, Tensor) else lr)
         self._restore_lr()
-        for now, before in self._held:  # until the next step, as a step may call that of its class
+        for now, before in self._held:
             now.copy_(before)
         self.optimizer_state.after_step()
         self._is_in_step = False

@@ -76,10 +76,6 @@ class Graphs:
     def can_update(self) -> bool:
         """Whether a graph can include the update: of SGD, with momentum buffers present."""
         optimizer = self.optimizer
-        # One pair of hooks is the runner's, for learning rates. Others must see the update.
-        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        if any(len(each) > 1 for each in hooks):
-            return False
         return type(optimizer) is torch.optim.SGD and all(
             not group["momentum"] or optimizer.state[p].get("momentum_buffer") is not None
             for group in optimizer.param_groups

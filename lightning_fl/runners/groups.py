@@ -76,19 +76,14 @@ def clients_at_once(
     return min(option, clients)
 
 
-def num_steps(
-    option: int | Literal["auto"], group_size: int, batch_bytes: int, stepwise: bool
-) -> int:
+def num_steps(group_size: int, batch_bytes: int, stepwise: bool) -> int:
     """Return the number of local steps in one Lightning batch.
 
     Args:
-        option: The user's ``steps_per_batch``, a number or ``auto``.
         group_size: Number of clients that train at once.
         batch_bytes: Size of a client's batch in bytes; 0 if unknown.
         stepwise: Whether the loader fetches one local step at a time.
     """
-    if option != "auto":
-        return option
     if stepwise:
         return MOST_STEPS
     if not batch_bytes:

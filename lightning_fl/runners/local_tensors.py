@@ -131,18 +131,10 @@ def local_tensors(module: LightningModule, patterns: Sequence[str] = ()) -> list
         patterns: Patterns of further tensors; see :func:`matching_names`.
 
     Raises:
-        FederationError: If a name or a pattern matches nothing, or if no parameter is left to
-            share.
+        FederationError: If a name or a pattern matches nothing.
     """
     names = named_local_tensors(module)
     names += matched_tensors(module, patterns, "local_parameters") if patterns else []
-    if names and not {name for name, _ in module.named_parameters()} - set(names):
-        option = f"local_parameters={list(patterns)} matches" if patterns else LOCAL_TENSORS
-        option += "" if patterns else f" of {type(module).__name__} names"
-        raise FederationError(
-            f"{option} all parameters, so that none is left to aggregate. Leave at least one"
-            " parameter out of it"
-        )
     return list(dict.fromkeys(names))
 
 
@@ -164,12 +156,13 @@ def split_tensors(
     """
     constants = constant_parameters(module, exchange_frozen, named_local_tensors(module))
     local = [name for name in local_tensors(module, patterns) if name not in constants]
+    shared = [param for name, param in module.named_parameters() if name not in local]
     if patterns and not exchange_frozen:
-        shared = [p for n, p in module.named_parameters() if n not in local]
-        if not any(param.requires_grad for param in shared):
-            raise FederationError(
-                f"local_parameters={list(patterns)} matches all trained parameters of"
-                f" {type(module).__name__}, so that none is left to aggregate. Leave at least one"
-                " parameter out of it"
-            )
+        shared = [param for param in shared if param.requires_grad]
+    if local and not shared:
+        name = f"local_parameters={list(patterns)}" if patterns else LOCAL_TENSORS
+        raise FederationError(
+            f"{name} matches all trained parameters of {type(module).__name__}, so that none is"
+            " left to aggregate: leave at least one out"
+        )
     return constants, local

@@ -16,7 +16,6 @@ from lightning_fl.contracts.data import ClientBatches
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.hooks import attributes_set
 from lightning_fl.options import check_flag, check_integer
-from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
 from lightning_fl.runners.compiled import compiling_pays
 from lightning_fl.runners.groups import (
     client_bytes,
@@ -29,10 +28,11 @@ from lightning_fl.runners.local_tensors import split_tensors
 from lightning_fl.runners.optimizer import optimizers_in, restack, why_not_elementwise
 from lightning_fl.runners.samples import BatchSamples, each_of
 from lightning_fl.runners.self_check import MAX_BYTES, VectorizedCheck
-from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import (
+    BATCH_HOOKS,
+    GRADIENT_HOOKS,
+    callbacks_with,
     changes_transfers,
-    gradient_callbacks,
     hooks_of,
     why_alone,
 )
@@ -53,6 +53,9 @@ class VectorizedClients(LightningModule):
     draw their numbers in a different order. Validation, test, prediction and checkpoints are those
     of the module.
 
+    One Lightning batch holds several local steps, to reduce Lightning's overhead; one if a callback
+    of yours has ``on_train_batch_start`` or ``on_train_batch_end``.
+
     In the first round, steps of two clients are compared with the module's own steps, on copies of
     the module in float64. A module that cannot be vectorized trains its clients one after another,
     with a warning that gives the reason.
@@ -62,10 +65,6 @@ class VectorizedClients(LightningModule):
         group_size: Number of clients that train at once. ``auto`` chooses it. On a CPU, networks
             with 2-d convolutions then train one after another, by compiled steps if the optimizer
             is SGD and the run is long enough; everything else is vectorized.
-        steps_per_batch: Number of local steps in one Lightning batch. More steps reduce Lightning's
-            overhead per step. ``auto`` chooses by memory. ``on_train_batch_start`` and
-            ``on_train_batch_end`` of callbacks run once per batch; hooks that see gradients run in
-            every local step.
         compile: Whether to compile forward and backward pass. ``auto`` does so if the run is long
             enough to pay for it.
         fixed_groups: Whether to group the clients independently of the number of processes and
@@ -89,7 +88,6 @@ class VectorizedClients(LightningModule):
         self,
         module: LightningModule,
         group_size: int | Literal["auto"] = "auto",
-        steps_per_batch: int | Literal["auto"] = "auto",
         compile: bool | Literal["auto"] = "auto",
         fixed_groups: bool = False,
     ) -> None:
@@ -97,9 +95,8 @@ class VectorizedClients(LightningModule):
         check_package(module, LightningModule)
         if not isinstance(module, LightningModule) or isinstance(module, VectorizedClients):
             raise FederationError(f"VectorizedClients takes a LightningModule, got {module!r}")
-        for name, value in (("group_size", group_size), ("steps_per_batch", steps_per_batch)):
-            if value != "auto":
-                check_integer(name, value, min=1, hint="pass an integer or auto")
+        if group_size != "auto":
+            check_integer("group_size", group_size, min=1, hint="pass an integer or auto")
         if compile not in ("auto", True, False):
             raise FederationError(f"compile must be auto, true or false, got {compile!r}")
         self.fixed_groups = check_flag("fixed_groups", fixed_groups)
@@ -112,8 +109,7 @@ class VectorizedClients(LightningModule):
         self.example_input_array = module.example_input_array
         for name in ("_strict_loading", "_log_hyperparams", "_hparams_name", "_dtype", "_device"):
             vars(self)[name] = vars(module).get(name)
-        self.group_size, self.steps_per_batch = group_size, steps_per_batch
-        self.compiled = compile
+        self.group_size, self.compiled = group_size, compile
         self.stack: dict[str, nn.Parameter] = {}
         self.runner: VectorizedRunner | None = None
         self._has_warned_of_callbacks = False
@@ -312,7 +308,9 @@ class VectorizedClients(LightningModule):
         group_size = clients_at_once(
             self.module, self.constants, self.group_size, clients, batch_bytes, memory, on_a_gpu
         )
-        return group_size, num_steps(self.steps_per_batch, group_size, batch_bytes, stepwise)
+        if self._trainer is not None and callbacks_with(BATCH_HOOKS, self._trainer):
+            return group_size, 1
+        return group_size, num_steps(group_size, batch_bytes, stepwise)
 
     def configure_optimizers(self) -> Any:
         """Create the module's optimizer and replace its parameters by the stacked ones."""
@@ -421,7 +419,7 @@ class VectorizedClients(LightningModule):
         if (runner := self.runner) is None or not len(runner.active):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return
-        seeing = gradient_callbacks(self.trainer)
+        seeing = callbacks_with(GRADIENT_HOOKS, self.trainer)
         runner.may_update = not (seeing or self.trainer.gradient_clip_val or runner.phases)
         if seeing and runner.count > 1 and not self._has_warned_of_callbacks:
             self._has_warned_of_callbacks = True
@@ -488,40 +486,3 @@ class VectorizedClients(LightningModule):
             )
         elif gradient_clip_val:
             self.runner.clip(float(gradient_clip_val), gradient_clip_algorithm or "norm")
-
-
-def user_module(module: LightningModule) -> LightningModule:
-    """Return the user's module, unwrapped from :class:`VectorizedClients`."""
-    return module.module if isinstance(module, VectorizedClients) else module
-
-
-def client_runner(
-    module: LightningModule,
-    buffers: BufferPolicy,
-    optimizer: torch.optim.Optimizer,
-    keep_optimizer: KeepOptimizer,
-    exchange_frozen: bool = False,
-    local_patterns: Sequence[str] = (),
-    otherwise: type[ClientRunner] = SequentialRunner,
-) -> ClientRunner:
-    """Return the runner of a module: vectorized for ``VectorizedClients``, otherwise sequential.
-
-    Args:
-        module: The user's module, or ``VectorizedClients`` of it.
-        buffers: How floating-point buffers are aggregated; see :class:`ClientRunner`.
-        optimizer: The optimizer of local training.
-        keep_optimizer: Whether a client keeps its optimizer state between rounds.
-        exchange_frozen: Whether frozen parameters are exchanged; see
-            :class:`~lightning_fl.callbacks.FederatedLoop`.
-        local_patterns: Patterns of client-local parameters and buffers, in addition to those that
-            the module names.
-        otherwise: Class of the runner of other modules.
-    """
-    user = user_module(module)
-    constants, local = split_tensors(user, exchange_frozen, local_patterns)
-    if not isinstance(module, VectorizedClients) or module.reason is not None:
-        return otherwise(user, buffers, optimizer, keep_optimizer, constants, local)
-    module.runner = VectorizedRunner(
-        user, buffers, optimizer, keep_optimizer, module.constants, local, module.stack
-    )
-    return module.runner

@@ -304,38 +304,27 @@ def step_hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 def around_steps(
     optimizer: Optimizer,
-    before: Callable[..., tuple[Any, Any] | None],
-    after: Callable[..., None],
+    before: Callable[[Callable[[], Any] | None], Callable[[], Any] | None],
+    after: Callable[[], None],
 ) -> Callable[[], None]:
     """Call functions before and after each step of an optimizer.
 
-    A wrapper that never calls ``Optimizer.__init__`` (timm's Lookahead) does not call step hooks.
-    Its ``step`` is replaced instead.
+    Step hooks would not do: a wrapper that never calls ``Optimizer.__init__`` has none.
 
     Args:
         optimizer: The optimizer.
-        before: Called before each step with the optimizer, the arguments of ``step`` (the first is
-            the optimizer) and its keyword arguments. It may return replacements of both.
-        after: Called after each step with the same arguments.
+        before: Called before each step with its closure; returns the closure to use.
+        after: Called after each step.
 
     Returns:
         A function that ends the calls.
     """
-    if getattr(type(optimizer).step, "hooked", False):
-        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-
-        def remove() -> None:
-            for hook in hooks:
-                hook.remove()
-
-        return remove
     step, was_set = optimizer.step, "step" in vars(optimizer)
 
     @wraps(step)
-    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        (_, *others), kwargs = before(self, (self, *args), kwargs) or ((self, *args), kwargs)
-        result = step(*others, **kwargs)
-        after(self, others, kwargs)
+    def stepped(_: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        result = step(closure=before(closure), **options)
+        after()
         return result
 
     vars(optimizer)["step"] = MethodType(stepped, optimizer)  # as schedulers do

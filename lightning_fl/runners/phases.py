@@ -7,10 +7,12 @@ from collections.abc import Collection, Sequence
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.optim import LBFGS, Optimizer
 
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.errors import FederationError
 from lightning_fl.runners.local_tensors import matched_tensors
+from lightning_fl.runners.optimizer import with_inner
 
 
 def trained_parameters(
@@ -42,6 +44,31 @@ def trained_parameters(
         hint = ": name client-local ones in local_parameters" if phase.train == "local" else ""
         raise FederationError(f"a phase with train={phase.train!r} trains no parameter{hint}")
     return frozenset(names)
+
+
+def trained_in_phases(
+    phases: Sequence[Phase], module: LightningModule, local: Collection[str], optimizer: Optimizer
+) -> list[frozenset[str]]:
+    """Return the names of the parameters that each phase trains.
+
+    Args:
+        phases: The phases.
+        module: The user's module.
+        local: Names of the client-local tensors.
+        optimizer: The optimizer of local training.
+
+    Raises:
+        FederationError: If a phase trains nothing, or the optimizer moves parameters without a
+            gradient.
+    """
+    for each in with_inner(optimizer) if phases else ():
+        # They evaluate the loss several times, with all parameters moved.
+        if isinstance(each, LBFGS) or hasattr(each, "evaluations"):
+            raise FederationError(
+                f"phases do not support {type(each).__name__}, which moves parameters without a"
+                " gradient: choose another optimizer"
+            )
+    return [trained_parameters(phase, module, local) for phase in phases]
 
 
 class PhasedTraining:

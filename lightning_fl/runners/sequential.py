@@ -53,7 +53,8 @@ class SequentialRunner(ClientRunner):
 
     def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
         """Set numbers of the module; see :meth:`ClientRunner.set_hyperparameters`."""
-        if given := {name: value[0] for name, value in self._placed(values).items()}:
+        if placed := self.declared.placed(values, self.vector):
+            given = {name: value[0] for name, value in placed.items()}
             vars(self.module)[HYPERPARAMETERS] = self.declared.values | given
 
     def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:

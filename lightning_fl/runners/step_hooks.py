@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -41,8 +42,10 @@ GRADIENT_HOOKS = (
     "on_before_optimizer_step",
     "on_before_zero_grad",
 )
+#: Hooks of a callback around a Lightning batch.
+BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 #: Hooks of a callback in a training step.
-CALLBACK_HOOKS = ("on_train_batch_start", *GRADIENT_HOOKS, "on_train_batch_end")
+CALLBACK_HOOKS = (*BATCH_HOOKS, *GRADIENT_HOOKS)
 _HOOKS = {
     *(name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind)),
     *("validation_step", "test_step", "predict_step", "configure_callbacks"),
@@ -99,15 +102,16 @@ def changes_transfers(trainer: Trainer) -> bool:
     )
 
 
-def gradient_callbacks(trainer: Trainer) -> list[str]:
-    """Return the names of callbacks that can read or change gradients, without this library's."""
+def callbacks_with(hooks: Collection[str], trainer: Trainer) -> list[str]:
+    """Return the names of callbacks of users that override any of some hooks."""
 
     def sees(callback: Callback, hook: str) -> bool:
-        is_ours = getattr(callback, hook).__module__.startswith("lightning_fl.")
-        return overrides(callback, hook, Callback) and not is_ours
+        owner = next(kind for kind in type(callback).__mro__ if hook in vars(kind))
+        is_known = owner.__module__.startswith(("lightning.", "lightning_fl."))
+        return hook in vars(callback) or not is_known
 
     return [
         type(callback).__name__
         for callback in trainer.callbacks  # type: ignore[attr-defined]  # a connector's
-        if any(sees(callback, hook) for hook in GRADIENT_HOOKS)
+        if any(sees(callback, hook) for hook in hooks)
     ]

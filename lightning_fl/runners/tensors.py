@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -27,6 +28,7 @@ class ModuleTensors:
 
     def __init__(self, module: LightningModule, constants: Mapping[str, nn.Parameter]) -> None:
         self.module, self.constants = module, dict(constants)
+        self._has_warned = False
         #: Buffers with their owners and names there, full names and shapes.
         self._owned = []
         for prefix, owner in module.named_modules():
@@ -54,28 +56,25 @@ class ModuleTensors:
             FederationError: If the shape of a buffer has changed, or if its new values do not fit
                 into its dtype.
         """
-        reshaped, retyped = list[str](), list[str]()
+        changed = list[str]()
         for owner, name, full_name, buffer, shape in self._owned:
             if (now := owner._buffers[name]) is None:
                 continue
-            if now.shape != shape:
-                reshaped.append(f"{full_name} from {tuple(shape)} to {tuple(now.shape)}")
+            # Another dtype would cut off fractions.
+            if now.shape != shape or not torch.can_cast(now.dtype, buffer.dtype):
+                changed.append(
+                    f"{full_name} from {tuple(shape)}, {buffer.dtype}"
+                    f" to {tuple(now.shape)}, {now.dtype}"
+                )
                 buffer.data = buffer.new_zeros(shape)  # so that the global model can be restored
-            elif not torch.can_cast(now.dtype, buffer.dtype):  # fractions would be cut off
-                retyped.append(f"{full_name} from {buffer.dtype} to {now.dtype}")
             elif now is not buffer:
                 buffer.copy_(now)
             owner._buffers[name] = buffer
-        if reshaped:
+        if changed:
             raise FederationError(
-                f"{type(self.module).__name__} changed the shape of its buffer {reshaped[0]}, so"
-                " that clients cannot be averaged. Give the buffer its final shape before the fit,"
-                " for example by a forward pass"
-            )
-        if retyped:
-            raise FederationError(
-                f"{type(self.module).__name__} changed the dtype of its buffer {retyped[0]}, so"
-                " that clients would lose its values. Register the buffer with its final dtype"
+                f"{type(self.module).__name__} changed the shape or dtype of its buffer"
+                f" {changed[0]}, so that clients cannot be averaged. Register the buffer with its"
+                " final shape and dtype"
             )
 
     def check_parameters(self) -> None:
@@ -92,6 +91,17 @@ class ModuleTensors:
                     " during the fit, so that clients do not exchange it. Add it before the fit,"
                     " and write new values into it, as with param.data.copy_(values)"
                 )
+
+    def warn_of_late_buffers(self) -> None:
+        """Warn once of buffers that were registered during the fit and cannot be reset."""
+        late = [name for name, _ in self.module.named_buffers() if name not in self.buffers]
+        if late and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{type(self.module).__name__} registered the buffer {late[0]} during the fit, so"
+                " that it is carried over from client to client and not averaged. Register it"
+                " before the fit, or run the module once on a sample before the fit"
+            )
 
     @property
     def wants_start(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,20 +14,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
-from lightning_fl.hooks import attributes_set
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
 from lightning_fl.runners.compiled import MOST_GRAPHS, Graphs, graph_of, shape_of, with_gradients
 from lightning_fl.runners.groups import knows_weights
-from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.memory import keep_freed_memory
 from lightning_fl.runners.optimizer import PROPORTIONAL, Rows, fresh, params_of, step_hooks_of
 from lightning_fl.runners.samples import BatchSamples, Padded, Samples
+from lightning_fl.runners.stacks import Stacks
 from lightning_fl.runners.step_hooks import hooked_parts
 from lightning_fl.runners.tensors import (
-    GLOBAL_PARAMETERS,
-    ModuleTensors,
     beside,
     flatten,
     placed,
@@ -65,8 +62,6 @@ class VectorizedRunner(ClientRunner):
         params: dict[str, nn.Parameter],
     ) -> None:
         super().__init__(module, buffers, optimizer, keep_optimizer, constants, local)
-        #: Whether a step of the optimizer is proportional to its learning rate.
-        self.is_linear = type(optimizer) in PROPORTIONAL
         self.stacks = Stacks(self.tensors, params)
         self.vectorized = VectorizedStep(self.stacks, optimizer)
         self.logs = StepLogs(self.vectorized.local)
@@ -79,6 +74,8 @@ class VectorizedRunner(ClientRunner):
         self.is_loaded = False
         #: Whether the module makes a local step.
         self.is_in_step = False
+        #: Whether a step of the optimizer is proportional to its learning rate.
+        self.is_linear = type(optimizer) in PROPORTIONAL
         #: The samples of the Lightning batch.
         self.batch: BatchSamples | None = None
         #: Number of closure evaluations per local step, and those done in the current step.
@@ -101,12 +98,11 @@ class VectorizedRunner(ClientRunner):
         super().check_optimizer(optimizer)
         name, remedy = type(self.module).__name__, "train the module without VectorizedClients"
         for hook in step_hooks_of(optimizer):
-            if getattr(hook, "__self__", None) is not self:
-                raise FederationError(
-                    f"the optimizer of {name} has a step hook"
-                    f" ({getattr(hook, '__qualname__', hook)}). It would run once for the stacked"
-                    f" parameters of all clients instead of once per client: {remedy}"
-                )
+            raise FederationError(
+                f"the optimizer of {name} has a step hook"
+                f" ({getattr(hook, '__qualname__', hook)}). It would run once for the stacked"
+                f" parameters of all clients instead of once per client: {remedy}"
+            )
         if hooked := hooked_parts(self.module):
             raise FederationError(
                 f"a hook was registered on {hooked[0]} of {name} after VectorizedClients(module),"
@@ -176,7 +172,7 @@ class VectorizedRunner(ClientRunner):
 
     def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
         """Set numbers of the module; see :meth:`ClientRunner.set_hyperparameters`."""
-        self.stacks.hyperparameters = self._placed(values)
+        self.stacks.hyperparameters = self.declared.placed(values, self.vector)
 
     def begin_batch(self, work: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Record the sizes of local steps; see :meth:`ClientRunner.begin_batch`."""
@@ -452,141 +448,3 @@ class VectorizedStep:
         if graphs is not None and shape not in graphs.shapes and len(graphs.shapes) < MOST_GRAPHS:
             graphs.note(shape, graph_of(outcome.loss, params), params)
         return outcome.loss.sum(), outcome
-
-
-class Stacks:
-    """Store the stacked parameters and buffers of the clients that train at once, ``[k, ...]``.
-
-    Args:
-        tensors: The tensors of the user's module.
-        params: Stacked parameters by name, as in the optimizer. They are replaced when the number
-            of clients changes.
-    """
-
-    def __init__(self, tensors: ModuleTensors, params: dict[str, nn.Parameter]) -> None:
-        self.tensors, self.module, self.params = tensors, tensors.module, params
-        self._memory: Tensors = {}
-        self.buffers: Tensors = {}
-        #: Parameters that the clients started from, ``[k, ...]``, or ``[...]`` if they are equal
-        #: for all clients; empty if the module does not ask for them.
-        self.fixed: Tensors = {}
-        self.fixed_is_shared = True
-        #: Numbers of the module that the policy has set, by name, ``[k]``.
-        self.hyperparameters: Tensors = {}
-        #: Number of clients.
-        self.count = 1
-
-    @property
-    def first(self) -> nn.Parameter:
-        """The first stacked parameter, for its device and dtype."""
-        return next(iter(self.params.values()))
-
-    @property
-    def by_name(self) -> Tensors:
-        """Stacked parameters and buffers, by name."""
-        return {**self.params, **self.buffers}
-
-    def _resize(self, count: int, optimizer: torch.optim.Optimizer) -> None:
-        """Make stacks for a number of clients, in the memory of earlier ones if they fit.
-
-        A CUDA graph is launched for tensors at the same addresses only.
-        """
-        self.count = count
-        resized: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, param in self.params.items():
-            if len(param) == count:
-                continue
-            memory = self._memory.get(name)
-            if memory is None or len(memory) < count:
-                memory = self._memory[name] = param.new_empty(count, *param.shape[1:])
-            stack = nn.Parameter(memory[:count], requires_grad=param.requires_grad)
-            resized[id(param)] = name, stack
-        self.params.update(resized.values())
-        for group in optimizer.param_groups if resized else []:
-            group["params"] = [
-                resized[id(p)][1] if id(p) in resized else p for p in group["params"]
-            ]
-
-    def load(
-        self,
-        count: int,
-        starts: Mapping[str, Tensor],
-        is_shared: bool,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        """Copy the values that the clients start from into the stacks.
-
-        Args:
-            count: Number of clients.
-            starts: Parameters and buffers by name, ``[k, ...]``.
-            is_shared: Whether all clients start from the same parameters.
-            optimizer: The optimizer; it gets the new stacks if the number of clients has changed.
-        """
-        self._resize(count, optimizer)
-        for name, param in self.params.items():
-            param.copy_(starts[name])
-            param.grad = None
-        self.follow_module()
-        self.buffers = {
-            name: starts[name].clone(memory_format=torch.contiguous_format)
-            for name in self.tensors.buffers
-        }
-        self.fixed_is_shared = is_shared
-        if self.tensors.wants_start:
-            self.fixed = {
-                name: (param.detach()[0] if is_shared else param.detach()).clone()
-                for name, param in self.params.items()
-            }
-
-    def follow_module(self) -> None:
-        """Train the parameters that the module trains, which hooks may change."""
-        for name, param in self.params.items():
-            param.requires_grad_(self.tensors.parameters[name].requires_grad)
-
-    def arguments(self, pick: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """Return the arguments of :meth:`LocalStep.many` for some clients, without their samples.
-
-        Args:
-            pick: Function that returns the rows of these clients from a stack.
-        """
-        fixed = self.fixed if self.fixed_is_shared else tree_map(pick, self.fixed)
-        return {
-            "params": tree_map(pick, self.params),
-            "buffers": tree_map(pick, self.buffers),
-            "fixed": fixed,
-            "fixed_is_shared": self.fixed_is_shared,
-            "hyperparameters": tree_map(pick, self.hyperparameters),
-        }
-
-    @contextmanager
-    def client(self, row: int) -> Iterator[None]:
-        """Put a client's tensors into the module within a ``with`` block.
-
-        The tensors are views of the stacks, so that in-place writes of the module arrive there.
-        Tensors that it replaces, by ``data`` or as a buffer, are copied back.
-        """
-        start: dict[str, dict[str, Any]] = {}
-        if self.tensors.wants_start:
-            fixed = self.fixed
-            if not self.fixed_is_shared:
-                fixed = {name: values[row] for name, values in fixed.items()}
-            start[GLOBAL_PARAMETERS] = fixed | self.tensors.constants
-        if self.hyperparameters:
-            own = {name: values[row] for name, values in self.hyperparameters.items()}
-            start[HYPERPARAMETERS] = vars(self.module)[HYPERPARAMETERS] | own
-        values = {name: stack.detach()[row] for name, stack in self.by_name.items()}
-        tensors = self.tensors.by_name
-        before = {name: tensor.data for name, tensor in tensors.items()}
-        with attributes_set(self.module, start):
-            try:
-                for name, tensor in tensors.items():
-                    tensor.data = values[name]
-                yield
-            finally:
-                try:
-                    self.tensors.adopt()
-                finally:  # also if it refuses a buffer
-                    for name, tensor in tensors.items():
-                        if tensor.data_ptr() != values[name].data_ptr():
-                            values[name].data.copy_(tensor.data)
-                        tensor.data = before[name]

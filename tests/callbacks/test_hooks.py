@@ -538,15 +538,11 @@ def test_a_schedule_ends_with_the_run_whoever_trains(
     module, rows, lr = run(saves=True, enable_checkpointing=True)
     if scheduler is not plateau:
         assert lr == pytest.approx(expected(scheduler, uneven(data, train=blobs(60))), abs=1e-15)
-    wraps = [
-        lambda m, k=k: VectorizedClients(m, 3, steps_per_batch=k, compile=False) for k in (1, 3)
-    ]
-    for wrap in wraps:
-        other, others, other_lr = run(wrap)
-        assert other_lr == lr
-        for one, two in zip(module.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(one, two, atol=1e-12, rtol=0)
-        assert [row["lr"] for row in others] == [row["lr"] for row in rows]
+    other, others, other_lr = run(lambda m: VectorizedClients(m, 3, compile=False))
+    assert other_lr == lr
+    for one, two in zip(module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-12, rtol=0)
+    assert [row["lr"] for row in others] == [row["lr"] for row in rows]
     other, others, other_lr = run(ckpt_path=str(tmp_path / "within.ckpt"))
     assert other_lr == lr
     assert others == rows
@@ -568,7 +564,7 @@ def test_a_callback_that_looks_at_gradients_does_not_stop_the_schedule(fit, fore
             return {"optimizer": optimizer, "lr_scheduler": config}
 
         module.configure_optimizers = configure
-        group_size = VectorizedClients(module, 4, steps_per_batch=3, compile=False)
+        group_size = VectorizedClients(module, 4, compile=False)
         fit(group_size, FederatedLoop(seed=3), uneven(data, train=blobs(60)), callbacks=callbacks)
         rates.append(module.net[0].weight.detach())
 
@@ -586,7 +582,7 @@ def test_a_plateau_of_steps_is_refused(fit, decaying, data):
 # --- the rate that the table shows ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: VectorizedClients(m, 2, 3, compile=False)])
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: VectorizedClients(m, 2, compile=False)])
 def test_the_table_shows_the_mean_rate_of_the_clients_steps(fit, foreign, data, blobs, wrap):
     module = foreign(batchnorm=False, dropout=0.0)
 
@@ -734,9 +730,7 @@ def test_an_exception_of_vectorized_clients_names_them(fit, foreign, data):
 
     module.training_step = fail
     with pytest.raises(ZeroDivisionError) as caught:
-        fit(
-            VectorizedClients(module, 2, 2, compile=False), FederatedLoop(seed=1), data(), rounds=50
-        )
+        fit(VectorizedClients(module, 2, compile=False), FederatedLoop(seed=1), data(), rounds=50)
     where = r"--vectorize=null .* In round \d+, clients \d, \d, local steps (1 to 2|3 to 4)"
     assert re.search(f"{where}$", notes(caught))
 
@@ -993,12 +987,9 @@ class EndsTwiceAtOnce(EndsTwice):
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.filterwarnings("ignore:.*one client after another")
 @pytest.mark.parametrize("group_size", [1, 2])
-@pytest.mark.parametrize("steps_per_batch", [1, 3])
-def test_vectorized_the_last_batch_is_the_same(fit, group_size, steps_per_batch):
+def test_vectorized_the_last_batch_is_the_same(fit, group_size):
     expected, module = ask_for_batches(fit, EndsTwiceAtOnce()), EndsTwiceAtOnce()
-    ask_for_batches(
-        fit, module, lambda m: VectorizedClients(m, group_size, steps_per_batch, compile=False)
-    )
+    ask_for_batches(fit, module, lambda m: VectorizedClients(m, group_size, compile=False))
     torch.testing.assert_close(module.net.weight, expected.net.weight, rtol=0, atol=1e-12)
     assert module.asked == expected.asked
 
@@ -1020,20 +1011,20 @@ class Profiled(PassThroughProfiler):
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 def test_a_profiler_counts_batches_though_clients_train_at_once(fit, linear):
     profiler = Profiled()
-    ask_for_batches(
-        fit, linear(), lambda m: VectorizedClients(m, 2, 1, compile=False), profiler=profiler
-    )
+    # With a callback that follows batches, each has one local step.
+    follows = type("Follows", (L.Callback,), {"on_train_batch_end": lambda *_: None})()
+    options = {"profiler": profiler, "callbacks": [follows]}
+    ask_for_batches(fit, linear(), lambda m: VectorizedClients(m, 2, compile=False), **options)
     assert profiler.found == {6}
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.parametrize("group_size", [1, 2, 3])
-@pytest.mark.parametrize("steps_per_batch", [1, 3])
-def test_vectorized_the_training_batches_are_the_same(fit, group_size, steps_per_batch):
+def test_vectorized_the_training_batches_are_the_same(fit, group_size):
     expected = ask_for_batches(fit, Weighted())
 
     def wrap(module):
-        return VectorizedClients(module, group_size, steps_per_batch, compile=True)
+        return VectorizedClients(module, group_size, compile=True)
 
     module = Weighted()
     with pytest.warns(UserWarning, match="one client after another.*num_training_batches"):

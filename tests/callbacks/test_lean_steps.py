@@ -15,7 +15,7 @@ from torch import nn
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
-from lightning_fl.runners.step_hooks import gradient_callbacks
+from lightning_fl.runners.step_hooks import GRADIENT_HOOKS, callbacks_with
 from lightning_fl.types import FederationError
 from recorded import CALLBACK_HOOKS, recorded, steps_by_lightning
 
@@ -364,5 +364,5 @@ def test_a_hook_that_names_what_it_replaces_is_overridden(trainer):
     plain, replaced = L.Callback(), L.Callback()
     hook = functools.wraps(L.Callback.on_after_backward)(lambda *args: None)
     replaced.on_after_backward = hook
-    assert not gradient_callbacks(trainer(callbacks=[plain]))
-    assert gradient_callbacks(trainer(callbacks=[plain, replaced]))
+    assert not callbacks_with(GRADIENT_HOOKS, trainer(callbacks=[plain]))
+    assert callbacks_with(GRADIENT_HOOKS, trainer(callbacks=[plain, replaced]))

@@ -220,6 +220,7 @@ CHANGES = {
         "cannot be loaded: 'happened' is missing",
     ),
     "optimizer": (lambda t, s, path: t.pop("optimizer_states"), "'optimizer_states' is missing"),
+    "name": (lambda t, s, path: s["store"][0].update(name="x"), "client 0 keeps 'x' of shape"),
     "loops": (lambda t, s, path: t["loops"].clear(), "cannot be loaded: 'fit_loop' is missing"),
     "buffer": (
         lambda t, s, path: s["unsaved buffers"].update(x=torch.ones(3)),

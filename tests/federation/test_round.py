@@ -198,7 +198,7 @@ def test_a_callback_may_look_at_batches(fit, linear, data, regression):
     for callbacks in ([], [Peek()]):
         made = linear()
         loop = FederatedLoop(policy=Schedule(local_epochs=2), seed=1)
-        clients = VectorizedClients(made, group_size=1, compile=False, steps_per_batch=3)
+        clients = VectorizedClients(made, group_size=1, compile=False)
         samples = regression()
         fit(clients, loop, samples, rounds=3, callbacks=callbacks)
         found.append(made.net.weight.tolist())

@@ -252,7 +252,7 @@ def test_a_client_that_took_no_part_adapts(fit, groups):
     torch.manual_seed(0)
     module = FedEM(nn.Linear(2, 2), 2, sgd).double()
     data = groups()
-    together = VectorizedClients(module, 6, 4, compile=False)
+    together = VectorizedClients(module, 6, compile=False)
     fit(together, FederatedLoop(policy=Schedule(local_epochs=1), seed=0), data, rounds=40)
     x, y = data.train.fetch(data.local_tests[4])
     alone = (module(x).argmax(1) == y).double().mean()

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners import VectorizedClients
+from lightning_fl.runners import VectorizedClients, groups
 
 
 class PerClient(HyperparameterPolicy):
@@ -88,13 +88,13 @@ def ragged(data, blobs):
 
 
 @pytest.fixture
-def train(fit, ragged):
+def train(fit, ragged, monkeypatch):
     """Fit a module, sequentially (``group_size=None``) or vectorized; returns the loop."""
 
     def run(
         module,
         group_size=None,
-        steps_per_batch=1,
+        most_steps=1,
         datamodule=None,
         federation=None,
         rounds=2,
@@ -103,10 +103,9 @@ def train(fit, ragged):
     ):
         given = {"policy": PerClient(), "buffers": "average", "seed": 3} | (federation or {})
         user = (
-            module
-            if group_size is None
-            else VectorizedClients(module, group_size, steps_per_batch, compile=compile)
+            module if group_size is None else VectorizedClients(module, group_size, compile=compile)
         )
+        monkeypatch.setattr(groups, "MOST_STEPS", most_steps)  # in a Lightning batch
         datamodule = ragged() if datamodule is None else datamodule
         return fit(user, FederatedLoop(**given), datamodule, rounds=rounds, **options)
 
@@ -121,12 +120,12 @@ def agree(train, flat, ragged):
     Several group sizes, and numbers of steps in a batch, are compared with one fit of the module.
     """
 
-    def check(make, group_size=(3,), steps_per_batch=1, datamodule=ragged, **options):
+    def check(make, group_size=(3,), most_steps=1, datamodule=ragged, **options):
         plain = make()
         before = flat(plain)
         expected = train(plain, datamodule=datamodule(), **options)
         assert (flat(plain) - before).abs().max() > 1e-3, "nothing was trained"
-        bundles = steps_per_batch if isinstance(steps_per_batch, tuple) else (steps_per_batch,)
+        bundles = most_steps if isinstance(most_steps, tuple) else (most_steps,)
         for k, steps in product(group_size, bundles):
             module = make()
             found = train(module, k, steps, datamodule(), **options)

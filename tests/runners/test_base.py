@@ -250,30 +250,6 @@ def test_a_client_starts_from_its_local_buffers(runner):
     assert ends(made, start)[4] == 5
 
 
-def keep_and_go_on(runner, kind, **options):
-    """Two steps in two rounds are two steps in one, where the server does not move."""
-    found = []
-    for rounds in (1, 2):
-        made = runner(kind=kind, keep=True, **options)
-        start = load(made)
-        step(made, 1.0)
-        if rounds == 2:
-            now, rows = start.vector + made.collect(start)[0], copies(made.rows()[0])
-            kept = copies(rows)
-            made.write(ServerState(now[0], start.counters))
-            start = load(made, rows=rows)
-        step(made, 3.0)
-        found.append(ends(made, start))
-    assert found[0] == pytest.approx(found[1], abs=1e-6)
-    # What was kept is another round's too: a step must not reach into it.
-    assert all(torch.equal(rows[name], kept[name]) for name in kept)
-
-
-@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.5, "nesterov": True}])
-def test_a_client_goes_on_with_its_momentum(runner, options):
-    keep_and_go_on(runner, torch.optim.SGD, **options)
-
-
 def test_a_module_has_what_its_client_started_from_until_the_fit_ends():
     module = Mixed()
     module.federated_global_parameters = {}

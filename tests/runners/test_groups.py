@@ -21,7 +21,6 @@ def test_steps_are_bundled_by_memory(tiny):
     assert 1 <= few < many
     assert group_size.layout(9, 2**45, False)[1] == 1
     assert group_size.layout(9, 2**45, True)[1] > many
-    assert VectorizedClients(tiny(), 4, 5).layout(9, 2**45, False) == (4, 5)
 
 
 def test_auto_takes_as_many_clients_as_the_cache_holds(tiny):

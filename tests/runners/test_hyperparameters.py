@@ -116,9 +116,7 @@ def test_a_compiled_graph_takes_the_number_as_an_input(train):
     plain, _ = train(module(), Each())
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    graphs, _ = train(
-        module(), Each(), lambda m: VectorizedClients(m, 2, compile=True, steps_per_batch=2)
-    )
+    graphs, _ = train(module(), Each(), lambda m: VectorizedClients(m, 2, compile=True))
     torch.testing.assert_close(graphs, plain, rtol=0, atol=1e-12)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 

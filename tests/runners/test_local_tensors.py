@@ -137,7 +137,7 @@ def test_patterns_match_names_and_types(patterns, names):
         (["two.bias", "type:BatchNrm1d"], r"'type:BatchNrm1d'.* classes are .*BatchNorm"),
         (["one.*"], r"matches one\.weight, but not two\.weight, which is the same tensor"),
         (["norm.*"], r"matches norm\.weight, but not again\.weight"),
-        (["type:Module"], r"local_parameters=\['type:Module'\] matches all parameters"),
+        (["type:Module"], r"local_parameters=\['type:Module'\] matches all trained parameters"),
         (["type:Linear", "type:_BatchNorm"], r"matches all trained parameters of Tied"),
     ],
 )
@@ -165,9 +165,12 @@ def test_tied_tensors_have_one_name():
     ("names", "message"),
     [
         (["net.9.bias"], r"names 'net\.9\.bias', which is not a parameter or a buffer"),
-        ([n for n, _ in Normalized().named_parameters()], "names all parameters"),
+        (
+            [n for n, _ in Normalized().named_parameters()],
+            "federated_local_parameters matches all trained parameters",
+        ),
     ],
 )
 def test_names_that_cannot_be_local_are_refused(names, message):
     with pytest.raises(FederationError, match=message):
-        local_tensors(Normalized(names))
+        split_tensors(Normalized(names), False, [])

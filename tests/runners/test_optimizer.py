@@ -268,7 +268,7 @@ def declared(kind):
     ],
 )
 def test_vectorized_clients_with_an_elementwise_optimizer_agree(make, agree, tiny):
-    agree(lambda: tiny(optimizer=make), group_size=(3,), steps_per_batch=2)
+    agree(lambda: tiny(optimizer=make), group_size=(3,), most_steps=2)
 
 
 @pytest.mark.parametrize("make", [optim.ASGD, optim.Rprop, declared(hidden.Lookahead)])

@@ -59,7 +59,7 @@ def run(fit, data, blobs):
         policy.phases = Schedule(phases=phases).phases
         options = {"policy": policy, "seed": 1} | options
         loop, module = FederatedLoop(**options, local_parameters=local), Net(optimizer)
-        user = module if size is None else VectorizedClients(module, size, 3, compile=compiled)
+        user = module if size is None else VectorizedClients(module, size, compile=compiled)
         fit(user, loop, ragged, path, rounds=rounds, **trainer)
         return module, loop, ragged
 

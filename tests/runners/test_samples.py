@@ -131,14 +131,12 @@ ALONE = {
 
 
 @pytest.mark.parametrize("kind", MAPPED)
-@pytest.mark.parametrize("steps_per_batch", [1, 3])
-def test_batches_are_collated_client_by_client_and_mapped(
-    agree, tiny, ragged, kind, steps_per_batch
-):
+@pytest.mark.parametrize("most_steps", [1, 3])
+def test_batches_are_collated_client_by_client_and_mapped(agree, tiny, ragged, kind, most_steps):
     collate, read = MAPPED[kind]
     agree(
         lambda: tiny(Reader, read),
-        steps_per_batch=steps_per_batch,
+        most_steps=most_steps,
         datamodule=lambda: ragged(collate_fn=collate),
         rounds=3,
     )
@@ -151,7 +149,7 @@ def test_batches_that_cannot_be_mapped_train_one_client_after_another(agree, tin
         agree(
             lambda: tiny(Reader, read),
             group_size=(4,),
-            steps_per_batch=2,
+            most_steps=2,
             datamodule=lambda: ragged(collate_fn=collate),
         )
     assert sum("one client after another" in str(each.message) for each in said) == 1
@@ -169,7 +167,7 @@ def test_hooks_of_the_data_see_one_client(agree, tiny, blobs):
     options = {"partition": Dirichlet(0.4, min_size=4), "batch_size": 10, "seed": 1}
     agree(
         lambda: tiny(Reader, lambda batch: batch),
-        steps_per_batch=2,
+        most_steps=2,
         datamodule=lambda: Whitened(blobs(180), num_clients=7, val_size=20, **options),
     )
 

@@ -6,6 +6,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_fl import VectorizedClients
+from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
 WARNING = "ignore:.*hooks of the backward pass get the stacked"
@@ -235,10 +236,28 @@ class Logs(Callback):
         pl_module.log("called", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
 
 
+class Batches(Callback):
+    """Counts Lightning batches."""
+
+    def __init__(self):
+        self.count = 0
+
+    def on_train_batch_end(self, *_):
+        self.count += 1
+
+
+def test_a_callback_that_follows_batches_sees_every_local_step(train, tiny, data):
+    options = {"rounds": 1, "datamodule": data(), "federation": {"policy": Schedule(num_steps=6)}}
+    batches = Batches()
+    module = tiny()
+    train(module, 50, most_steps=50, callbacks=[batches], **options)
+    assert batches.count == 6
+
+
 @pytest.mark.filterwarnings(WARNING)
 def test_values_that_callbacks_log_in_each_local_step_are_counted(train, tiny):
     callback = Logs()
-    rows = train(tiny(), 3, steps_per_batch=4, callbacks=[callback]).rows
+    rows = train(tiny(), 3, most_steps=4, callbacks=[callback]).rows
     assert min(callback.calls) > 5
     for name in ("cleared", "called"):
         assert [row[name] for row in rows] == callback.calls

@@ -23,17 +23,17 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
-@pytest.mark.parametrize("steps_per_batch", [1, 3])
+@pytest.mark.parametrize("most_steps", [1, 3])
 @pytest.mark.parametrize("lr", [0.02, 0.5])
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}])
 def test_a_graph_has_the_clients_rate_in_every_step(
-    agree, tiny, data, uncompiled, steps_per_batch, lr, options
+    agree, tiny, data, uncompiled, most_steps, lr, options
 ):
     """Also in the last one, which is made inside the optimizer's own."""
     optimizer = functools.partial(torch.optim.SGD, lr=0.1, **options)
     federation = {"policy": Schedule(lr=lr, num_steps=3)}
     given = {"datamodule": data, "compile": True, "federation": federation}
-    agree(lambda: tiny(optimizer=optimizer), (4,), steps_per_batch, **given)
+    agree(lambda: tiny(optimizer=optimizer), (4,), most_steps, **given)
 
 
 @pytest.mark.parametrize("optimizer", [sgd, momentum])
@@ -98,7 +98,7 @@ def test_callbacks_that_change_gradients_do_so_in_every_step(
     agree(
         tiny,
         group_size=(4,),
-        steps_per_batch="auto",
+        most_steps=50,
         datamodule=data,
         compile=compile,
         callbacks=[Damp()],
@@ -184,7 +184,7 @@ def test_a_graph_for_smaller_batches_leaves_out_what_they_do_not_use(
     agree(
         lambda: tiny(Narrow, decayed),
         group_size=(4,),
-        steps_per_batch=(1, 3),
+        most_steps=(1, 3),
         datamodule=lambda: data(blobs(60), num_clients=4, batch_size=10),
         compile=True,
         federation={"policy": Schedule(num_steps=4)},

@@ -73,7 +73,7 @@ def copied(target, source):
     ],
 )
 def test_writes_to_frozen_parameters_are_kept(agrees, tiny, write, group_size, since):
-    options = {"group_size": group_size, "steps_per_batch": 2, "rounds": 3}
+    options = {"group_size": group_size, "most_steps": 2, "rounds": 3}
     agrees(lambda: tiny(Averaging, write, since), **options)
 
 
@@ -127,7 +127,7 @@ def clamp_in_place(weight):
 )
 def test_writes_to_trained_parameters_are_kept(agrees, tiny, clamp, is_first):
     with pytest.warns(UserWarning, match=r"writes to the trained parameter net\.0\.weight"):
-        agrees(lambda: tiny(Clamping, clamp, is_first), group_size=(3,), steps_per_batch=2)
+        agrees(lambda: tiny(Clamping, clamp, is_first), group_size=(3,), most_steps=2)
 
 
 class Hooked(Linear):
@@ -163,7 +163,7 @@ class Hooked(Linear):
 @pytest.mark.parametrize(("rule", "steps"), [(FedAvg, 1), (FedAvg, 3), (OwnStarts, 3)])
 def test_writes_of_client_hooks_are_kept(agrees, tiny, rule, steps):
     federation = {"aggregator": rule()}
-    agrees(lambda: tiny(Hooked), steps_per_batch=steps, rounds=3, federation=federation)
+    agrees(lambda: tiny(Hooked), most_steps=steps, rounds=3, federation=federation)
 
 
 # --- buffers that a federation cannot manage ------------------------------------------------------
@@ -205,9 +205,7 @@ class Late(Averaging):
 def test_a_buffer_that_changes_its_shape_is_refused_by_name(train, tiny, ragged, kind, group_size):
     module = tiny(kind)
     memory = [p.data_ptr() for p in module.parameters()]
-    with pytest.raises(
-        FederationError, match=r"the shape of its buffer seen from \(0, 3\) to"
-    ) as info:
+    with pytest.raises(FederationError, match=r"of its buffer seen from \(0, 3\)") as info:
         train(module, group_size, datamodule=ragged(drop_last=True))
     assert not any("failed" in note for note in info.value.__notes__)
     assert [p.data_ptr() for p in module.parameters()] == memory  # not that of the stacks
@@ -228,7 +226,7 @@ class Fractions(Averaging):
 
 @pytest.mark.parametrize("group_size", [None, 1, 3])
 def test_a_buffer_that_changes_its_dtype_is_refused_by_name(train, tiny, ragged, group_size):
-    with pytest.raises(FederationError, match=r"the dtype of its buffer average from") as info:
+    with pytest.raises(FederationError, match=r"of its buffer average from .*int64 to") as info:
         train(tiny(Fractions), group_size, datamodule=ragged(drop_last=True))
     assert not any("failed" in note for note in info.value.__notes__)
 

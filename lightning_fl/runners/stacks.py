@@ -1,0 +1,154 @@
+"""``Stacks``, the tensors of the clients that train at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_fl.hooks import attributes_set
+from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
+from lightning_fl.runners.local_step import Tensors
+from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors
+
+
+class Stacks:
+    """Store the stacked parameters and buffers of the clients that train at once, ``[k, ...]``.
+
+    Args:
+        tensors: The tensors of the user's module.
+        params: Stacked parameters by name, as in the optimizer. They are replaced when the number
+            of clients changes.
+    """
+
+    def __init__(self, tensors: ModuleTensors, params: dict[str, nn.Parameter]) -> None:
+        self.tensors, self.module, self.params = tensors, tensors.module, params
+        self._memory: Tensors = {}
+        self.buffers: Tensors = {}
+        #: Parameters that the clients started from, ``[k, ...]``, or ``[...]`` if they are equal
+        #: for all clients; empty if the module does not ask for them.
+        self.fixed: Tensors = {}
+        self.fixed_is_shared = True
+        #: Numbers of the module that the policy has set, by name, ``[k]``.
+        self.hyperparameters: Tensors = {}
+        #: Number of clients.
+        self.count = 1
+
+    @property
+    def first(self) -> nn.Parameter:
+        """The first stacked parameter, for its device and dtype."""
+        return next(iter(self.params.values()))
+
+    @property
+    def by_name(self) -> Tensors:
+        """Stacked parameters and buffers, by name."""
+        return {**self.params, **self.buffers}
+
+    def _resize(self, count: int, optimizer: torch.optim.Optimizer) -> None:
+        """Make stacks for a number of clients, in the memory of earlier ones if they fit.
+
+        A CUDA graph is launched for tensors at the same addresses only.
+        """
+        self.count = count
+        resized: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, param in self.params.items():
+            if len(param) == count:
+                continue
+            memory = self._memory.get(name)
+            if memory is None or len(memory) < count:
+                memory = self._memory[name] = param.new_empty(count, *param.shape[1:])
+            stack = nn.Parameter(memory[:count], requires_grad=param.requires_grad)
+            resized[id(param)] = name, stack
+        self.params.update(resized.values())
+        for group in optimizer.param_groups if resized else []:
+            group["params"] = [
+                resized[id(p)][1] if id(p) in resized else p for p in group["params"]
+            ]
+
+    def load(
+        self,
+        count: int,
+        starts: Mapping[str, Tensor],
+        is_shared: bool,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Copy the values that the clients start from into the stacks.
+
+        Args:
+            count: Number of clients.
+            starts: Parameters and buffers by name, ``[k, ...]``.
+            is_shared: Whether all clients start from the same parameters.
+            optimizer: The optimizer; it gets the new stacks if the number of clients has changed.
+        """
+        self._resize(count, optimizer)
+        for name, param in self.params.items():
+            param.copy_(starts[name])
+            param.grad = None
+        self.follow_module()
+        self.buffers = {
+            name: starts[name].clone(memory_format=torch.contiguous_format)
+            for name in self.tensors.buffers
+        }
+        self.fixed_is_shared = is_shared
+        if self.tensors.wants_start:
+            self.fixed = {
+                name: (param.detach()[0] if is_shared else param.detach()).clone()
+                for name, param in self.params.items()
+            }
+
+    def follow_module(self) -> None:
+        """Train the parameters that the module trains, which hooks may change."""
+        for name, param in self.params.items():
+            param.requires_grad_(self.tensors.parameters[name].requires_grad)
+
+    def arguments(self, pick: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return the arguments of :meth:`LocalStep.many` for some clients, without their samples.
+
+        Args:
+            pick: Function that returns the rows of these clients from a stack.
+        """
+        fixed = self.fixed if self.fixed_is_shared else tree_map(pick, self.fixed)
+        return {
+            "params": tree_map(pick, self.params),
+            "buffers": tree_map(pick, self.buffers),
+            "fixed": fixed,
+            "fixed_is_shared": self.fixed_is_shared,
+            "hyperparameters": tree_map(pick, self.hyperparameters),
+        }
+
+    @contextmanager
+    def client(self, row: int) -> Iterator[None]:
+        """Put a client's tensors into the module within a ``with`` block.
+
+        The tensors are views of the stacks, so that in-place writes of the module arrive there.
+        Tensors that it replaces, by ``data`` or as a buffer, are copied back.
+        """
+        start: dict[str, dict[str, Any]] = {}
+        if self.tensors.wants_start:
+            fixed = self.fixed
+            if not self.fixed_is_shared:
+                fixed = {name: values[row] for name, values in fixed.items()}
+            start[GLOBAL_PARAMETERS] = fixed | self.tensors.constants
+        if self.hyperparameters:
+            own = {name: values[row] for name, values in self.hyperparameters.items()}
+            start[HYPERPARAMETERS] = vars(self.module)[HYPERPARAMETERS] | own
+        values = {name: stack.detach()[row] for name, stack in self.by_name.items()}
+        tensors = self.tensors.by_name
+        before = {name: tensor.data for name, tensor in tensors.items()}
+        with attributes_set(self.module, start):
+            try:
+                for name, tensor in tensors.items():
+                    tensor.data = values[name]
+                yield
+            finally:
+                try:
+                    self.tensors.adopt()
+                finally:  # also if it refuses a buffer
+                    for name, tensor in tensors.items():
+                        if tensor.data_ptr() != values[name].data_ptr():
+                            values[name].data.copy_(tensor.data)
+                        tensor.data = before[name]
