@@ -186,8 +186,7 @@ class ClientScores:
             yield derive_seed(seed, step), batch
 
     def _train(self, batches: Iterable[tuple[int, Any]]) -> None:
-        """Run local steps and the hook at their end, as in a round."""
-        self._module.train()
+        """Run local steps in the modes of the run, and the hook at their end, as in a round."""
         with torch.enable_grad():
             for step, (seed, batch) in enumerate(batches):
                 with seeded_rng(seed, self._module.device):
