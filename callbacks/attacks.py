@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -124,32 +124,6 @@ class ClientAttack(Attack):
         return update * (sign * self.boost)
 
 
-@runtime_checkable
-class ReplaceableData(Protocol):
-    """Interface of a data module for attacks on data (``datamodules.FederatedDataModule``)."""
-
-    train: Any
-    val: Any
-    #: Indices of the training samples of each client.
-    parts: list[Tensor]
-    #: Class of each training sample, ``[n]``.
-    class_labels: Tensor | None
-
-    def replace_samples(self, train: Dataset[Any]) -> None:
-        """Replace the training samples, index by index, until :meth:`restore_samples`."""
-
-    def restore_samples(self) -> None:
-        """Restore the original training samples."""
-
-    def evaluation_loader(
-        self,
-        data: Dataset[Any],
-        shared: bool = True,
-        use: Literal["train", "val", "test"] = "train",
-    ) -> Iterable[Any]:
-        """Return a loader of the samples of a data set, in order."""
-
-
 class Changed(Dataset[Any]):
     """Map-style data set that changes some samples when they are read."""
 
@@ -200,7 +174,8 @@ class DataAttack(Attack):
         if stage != "fit":
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, ReplaceableData) or (labels := data.class_labels) is None:
+        labels: Tensor | None = getattr(data, "class_labels", None)
+        if labels is None or not hasattr(data, "replace_samples"):
             raise FederationError(
                 f"{type(self).__name__} changes class labels: use a FederatedDataModule with"
                 " class labels"
@@ -231,8 +206,12 @@ class DataAttack(Attack):
                 " __getitem__"
             ) from error
 
-    def prepare(self, data: ReplaceableData) -> None:  # most attacks fit all data
-        """Check that the attack supports the data, before samples are changed."""
+    def prepare(self, data: Any) -> None:  # most attacks fit all data
+        """Check that the attack supports the data, before samples are changed.
+
+        Args:
+            data: The data module, such as a ``FederatedDataModule``.
+        """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the checkpoint has the seed with which the attackers were chosen."""
@@ -340,12 +319,12 @@ class Backdoor(DataAttack):
         self.poison_fraction = check_number("poison_fraction", poison_fraction, above=0, max=1)
         self.boost = check_number("boost", boost, min=0)
         self.size = check_integer("size", size, min=1)
+        #: Value of the trigger, and that of the run.
         self.trigger_value = check_number("trigger_value", trigger_value, optional=True)
-        #: Value of the trigger in the run.
         self._value = self.trigger_value
         self.name = name
 
-    def prepare(self, data: ReplaceableData) -> None:
+    def prepare(self, data: Any) -> None:
         """Choose the value of the trigger, and check the data."""
         tensors = data.train.tensors if isinstance(data.train, TensorDataset) else None
         if self.trigger_value is None and tensors is None:

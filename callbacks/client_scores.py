@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
 
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.contracts.personal import PersonalModel
@@ -185,8 +186,7 @@ class ClientScores:
             yield derive_seed(seed, step), batch
 
     def _train(self, batches: Iterable[tuple[int, Any]]) -> None:
-        """Run local steps and the hook at their end, as in a round."""
-        self._module.train()
+        """Run local steps in the modes of the run, and the hook at their end, as in a round."""
         with torch.enable_grad():
             for step, (seed, batch) in enumerate(batches):
                 with seeded_rng(seed, self._module.device):
@@ -205,8 +205,9 @@ class ClientScores:
         if loss is None:  # the module skips the step
             return 0.0
         loss.backward()
-        if value := trainer.gradient_clip_val:
-            by_value = trainer.gradient_clip_algorithm == "value"
-            clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
-            clip(self._module.parameters(), value)
+        trainer.precision_plugin.clip_gradients(
+            self._runner.optimizer,
+            trainer.gradient_clip_val or 0,
+            trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM,
+        )
         return float(loss.detach())

@@ -138,12 +138,9 @@ class ClientFaults(OnUpdates, HasDurations):
                 f" at most one fault per round, got {total:g}"
             )
         self.name = name
-        self.durations = clock = SimulatedDurations(
+        self.durations = SimulatedDurations(
             straggler, straggler_factor, step_seconds, bandwidth, speed_sigma
         )
-        self.straggler, self.straggler_factor = clock.straggler, clock.straggler_factor
-        self.step_seconds, self.bandwidth = clock.step_seconds, clock.bandwidth
-        self.speed_sigma = clock.speed_sigma
         self.deadline = check_number("deadline", deadline, above=0, max=math.inf, optional=True)
         self.trace = None if trace is None else read_trace(trace)
         #: Faults so far: round (from 1), client, fault.

@@ -102,9 +102,6 @@ class RoundProgress(ProgressBar):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the previous round, as all its metrics are available now."""
-        self._print_round(trainer, pl_module)
-
-    def _print_round(self, trainer: Trainer, pl_module: LightningModule) -> None:
         done, total = self._loop.round, trainer.max_epochs or -1
         if done > self._printed:
             now = time.monotonic()
@@ -156,7 +153,7 @@ class RoundProgress(ProgressBar):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the last round and stop the progress bar."""
-        self._print_round(trainer, pl_module)
+        self.on_train_epoch_start(trainer, pl_module)
         if self._live and self._bar.live.is_started:
             self._draw(trainer, pl_module)
         self._stop()

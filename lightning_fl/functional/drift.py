@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
@@ -119,8 +120,9 @@ def effective_steps(num_steps: Tensor, momentum: float = 0.0, pull: Tensor | Non
         if momentum:
             raise FederationError(f"pull requires momentum=0, got momentum={momentum}")
         m = pull.double()
-        shrunk = (1 - (1 - m) ** tau) / m.where(m > 0, 1)
-        return shrunk.where(m > 0, tau)
+        power = torch.expm1(tau * torch.log1p(-m.clamp(max=0.5)))  # (1 - m)^tau - 1
+        power = power.where(m <= 0.5, (1 - m) ** tau - 1)
+        return (-power / m.where(m > 0, 1)).where(m > 0, tau)
     if not momentum:
         return tau
     return (tau - momentum * (1 - momentum**tau) / (1 - momentum)) / (1 - momentum)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from lightning_fl.functional.interpolation import interpolate
 from lightning_fl.objectives.local_network import LocalNetwork
 from lightning_fl.objectives.parameter_groups import ParameterGroup
-from lightning_fl.objectives.terms import ModelView, Term
+from lightning_fl.objectives.terms import ModelView, Term, TermModule
 from lightning_fl.options import check_flag, check_number
-
-if TYPE_CHECKING:
-    from lightning_fl.objectives.client_module import ClientModule
 
 
 class APFL(Term):
@@ -68,7 +65,7 @@ class APFL(Term):
         self.alpha = check_number("alpha", alpha, min=0, max=1)
         self.adaptive = check_flag("adaptive", adaptive)
 
-    def prepare(self, module: ClientModule) -> None:
+    def prepare(self, module: TermModule) -> None:
         """Create the local model and its weight.
 
         An optimizer step cannot project. So the optimizer trains ``moved``, the unbounded sum of
@@ -86,7 +83,7 @@ class APFL(Term):
         return (self.weight + (self.moved.detach() - self.included)).clamp(0, 1)
 
     @torch.no_grad()
-    def on_client_start(self, module: ClientModule) -> None:
+    def on_client_start(self, module: TermModule) -> None:
         """Start the local model of a new client from the received model."""
         self.personal.start(module.net)
         self.moved.zero_()
@@ -100,7 +97,7 @@ class APFL(Term):
         self.included.copy_(self.moved)
         return alpha
 
-    def on_client_end(self, module: ClientModule) -> None:
+    def on_client_end(self, module: TermModule) -> None:
         """Include the last step of alpha."""
         self._include_last_step()
 
@@ -113,7 +110,7 @@ class APFL(Term):
         mixture = self.personal.tensors() | interpolate(v, w, alpha)
         return client_model.module.loss_with(batch, mixture)
 
-    def personal_model(self, module: ClientModule) -> dict[str, Tensor]:
+    def personal_model(self, module: TermModule) -> dict[str, Tensor]:
         """Return the mixture of the local model and the model of the module."""
         w = dict(module.net.named_parameters(prefix="net"))
         v = self.personal.parameters_by_name()

@@ -22,9 +22,8 @@ from lightning_fl.hooks import attributes_set, overrides
 from lightning_fl.objectives.local_network import load_tensors
 from lightning_fl.objectives.parameter_groups import ParameterGroup, split_groups
 from lightning_fl.objectives.recorder import Recorder
-from lightning_fl.objectives.terms import ModelView, Term, settable
+from lightning_fl.objectives.terms import ModelView, Term, TermModule, settable
 from lightning_fl.runners.constants import complete
-from lightning_fl.runners.step_module import StepModule
 
 
 class _Precise(Metric):
@@ -84,7 +83,7 @@ class WeightedMean(_Precise):
         return sums[0] / sums[1]
 
 
-class ClientModule(StepModule):
+class ClientModule(TermModule):
     r"""Train a classifier with cross-entropy and additional loss terms.
 
     .. math:: \frac{1}{|b|} \sum_{i \in b} \ell(w; x_i, y_i) + \sum_j r_j
@@ -141,8 +140,7 @@ class ClientModule(StepModule):
         # In a tuple, so that it is not a submodule.
         self._losses = (_Losses(self),)
         self._built_for = torch.Size()
-        self._client_loss: list[Tensor] = []
-        self._client_samples: list[Tensor] = []
+        self._discard_losses()
 
     @property
     def federated_local_parameters(self) -> list[str]:
@@ -262,15 +260,6 @@ class ClientModule(StepModule):
         x, y = batch
         return F.cross_entropy(self(x) if outputs is None else outputs, y, reduction="none")
 
-    def mean_of(self, values: Tensor) -> Tensor:
-        """Return the mean over the samples of a batch, without padding.
-
-        Args:
-            values: One value per sample, ``[batch]``.
-        """
-        weight = self._sample_weight
-        return values.mean() if weight is None else values @ weight
-
     def loss_with(self, batch: Any, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the mean loss of a batch, without terms, for other tensors of the network.
 
@@ -308,7 +297,7 @@ class ClientModule(StepModule):
     def on_train_epoch_start(self) -> None:
         """Clear the records of an interrupted round."""
         self.train_loss.reset()
-        self._client_loss, self._client_samples = [], []
+        self._discard_losses()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Tensor]:
         """Return the loss of a local step; with terms, also ``task_loss`` without terms."""
@@ -359,8 +348,9 @@ class ClientModule(StepModule):
         self._client_samples.append(count)
 
     def _discard_losses(self) -> None:
-        """Discard the losses recorded in the local step of a round without clients."""
-        self._client_loss, self._client_samples = [], []
+        """Discard the recorded losses of a client, or of a round without clients."""
+        self._client_loss: list[Tensor] = []
+        self._client_samples: list[Tensor] = []
 
     def on_client_end(self) -> None:
         """Set the tensors of terms, and add the recorded client losses to ``train_loss``.
@@ -387,7 +377,7 @@ class ClientModule(StepModule):
             samples = torch.stack(self._client_samples).sum(0)
             loss = torch.stack(self._client_loss).sum(0) / samples
             self.train_loss.update(loss, samples)
-        self._client_loss, self._client_samples = [], []
+        self._discard_losses()
 
     def on_train_epoch_end(self) -> None:
         """Log the training loss of the round, if it had clients."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from lightning_fl.functional.proximal import proximal_penalty
 from lightning_fl.objectives.local_network import LocalNetwork
 from lightning_fl.objectives.parameter_groups import ParameterGroup
-from lightning_fl.objectives.terms import ModelView, Term
+from lightning_fl.objectives.terms import ModelView, Term, TermModule
 from lightning_fl.options import check_number
-
-if TYPE_CHECKING:
-    from lightning_fl.objectives.client_module import ClientModule
 
 
 class Ditto(Term):
@@ -66,11 +63,11 @@ class Ditto(Term):
         self.strength = check_number("strength", strength, min=0)
         self.lr_factor = check_number("lr_factor", lr_factor, above=0)
 
-    def prepare(self, module: ClientModule) -> None:
+    def prepare(self, module: TermModule) -> None:
         """Create the personal model."""
         self.personal = LocalNetwork(module.net, is_trained=True)
 
-    def on_client_start(self, module: ClientModule) -> None:
+    def on_client_start(self, module: TermModule) -> None:
         """Start the personal model of a new client from the received model."""
         self.personal.start(module.net)
 
@@ -82,7 +79,7 @@ class Ditto(Term):
         x = (global_model.params[name] for name in v)
         return loss + proximal_penalty(v.values(), x, self.strength)
 
-    def personal_model(self, module: ClientModule) -> dict[str, Tensor]:
+    def personal_model(self, module: TermModule) -> dict[str, Tensor]:
         """Return the personal model of the client."""
         return self.personal.tensors()
 

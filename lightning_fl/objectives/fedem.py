@@ -156,7 +156,7 @@ class FedEM(ClientModule):
             so_far = torch.logaddexp(self.log_expected, batch_sum)
             self.log_expected.copy_(torch.where(self.seen > 0, so_far, batch_sum))
             self.seen.add_(there.sum())
-        loss = losses.mean() if weight is None else losses @ weight
+        loss = self.mean_of(losses)
         self._record(loss, len(losses))
         return loss
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -12,11 +12,8 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.contrastive import model_contrastive_loss
 from lightning_fl.objectives.local_network import LocalNetwork
 from lightning_fl.objectives.recorder import LAST_INPUT, Recorder, Trace
-from lightning_fl.objectives.terms import ModelView, Term
+from lightning_fl.objectives.terms import ModelView, Term, TermModule
 from lightning_fl.options import check_number
-
-if TYPE_CHECKING:
-    from lightning_fl.objectives.client_module import ClientModule
 
 
 class MOON(Term):
@@ -73,7 +70,7 @@ class MOON(Term):
         # In a tuple, so that it is not a submodule.
         self._partner: tuple[Recorder, ...] = ()
 
-    def prepare(self, module: ClientModule) -> None:
+    def prepare(self, module: TermModule) -> None:
         """Create the previous model and the running statistics of the received model."""
         self.previous = LocalNetwork(module.net, is_trained=False)
         self.received = LocalNetwork(module.net, is_trained=False, has_parameters=False)
@@ -90,12 +87,12 @@ class MOON(Term):
                 " before the classifier"
             )
 
-    def on_client_start(self, module: ClientModule) -> None:
+    def on_client_start(self, module: TermModule) -> None:
         """Start the previous model of a new client from the received model."""
         self.previous.start(module.net)
         self.received.copy(module.net)
 
-    def on_client_end(self, module: ClientModule) -> None:
+    def on_client_end(self, module: TermModule) -> None:
         """Store the trained model for the next round of the client."""
         self.previous.copy(module.net)
 

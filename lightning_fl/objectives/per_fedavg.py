@@ -134,6 +134,8 @@ class PerFedAvg(ClientModule):
     def federated_personalize(self, batches: Iterable[Any]) -> bool:
         """Make one gradient step of size ``inner_lr`` on the samples of a client.
 
+        Layers are in the modes of the module: those that the user set to ``eval()`` stay so.
+
         Args:
             batches: All training samples of the client.
 
@@ -142,7 +144,6 @@ class PerFedAvg(ClientModule):
         """
         w = trained_parameters(self.net)
         total, count = {n: torch.zeros_like(p) for n, p in w.items()}, 0
-        self.train()
         for batch in batches:
             with torch.enable_grad():
                 losses = self.federated_losses(batch)

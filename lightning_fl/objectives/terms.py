@@ -5,15 +5,38 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from lightning_fl.objectives.parameter_groups import ParameterGroup
 from lightning_fl.objectives.recorder import Recorder, Trace
+from lightning_fl.runners.step_module import StepModule
 
-if TYPE_CHECKING:
-    from lightning_fl.objectives.client_module import ClientModule
+
+class TermModule(StepModule):
+    """Base class of modules with terms: what a term may use of :class:`ClientModule`."""
+
+    net: nn.Module
+
+    def loss_with(self, batch: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean loss of a batch, without terms, for other tensors of the network.
+
+        Args:
+            batch: Batch ``(x, y)``.
+            tensors: Parameters and buffers that replace those of the module, by name. Buffers are
+                updated in place, as by a training step.
+        """
+        raise NotImplementedError
+
+    def mean_of(self, values: Tensor) -> Tensor:
+        """Return the mean over the samples of a batch, without padding.
+
+        Args:
+            values: One value per sample, ``[batch]``.
+        """
+        weight = self._sample_weight
+        return values.mean() if weight is None else values @ weight
 
 
 @dataclass(frozen=True)
@@ -32,7 +55,7 @@ class ModelView:
     params: dict[str, Tensor]
     outputs: Tensor | None = None
     trace: Trace | None = None
-    module: ClientModule | None = None
+    module: TermModule | None = None
 
 
 class Term(nn.Module, ABC):
@@ -73,7 +96,7 @@ class Term(nn.Module, ABC):
         hooks.register_state_dict_post_hook(_forget_local)
         hooks.register_load_state_dict_pre_hook(_miss_nothing_local)
 
-    def prepare(self, module: ClientModule) -> None:
+    def prepare(self, module: TermModule) -> None:
         """Create tensors that depend on the network, at the start of a fit.
 
         Args:
@@ -88,7 +111,7 @@ class Term(nn.Module, ABC):
             trace: Trace of an example batch.
         """
 
-    def on_client_start(self, module: ClientModule) -> None:
+    def on_client_start(self, module: TermModule) -> None:
         """Set tensors of the term before the first local step of a client in a round.
 
         Called for each client, also vectorized. Write to tensors in place (``copy_``).
@@ -97,7 +120,7 @@ class Term(nn.Module, ABC):
             module: Module of the term, with the received model and the tensors of the client.
         """
 
-    def on_client_end(self, module: ClientModule) -> None:
+    def on_client_end(self, module: TermModule) -> None:
         """Set tensors of the term after the last local step of a client in a round.
 
         Called for each client, also vectorized. Write to tensors in place (``copy_``).
@@ -106,7 +129,7 @@ class Term(nn.Module, ABC):
             module: Module of the term, with the trained model and the tensors of the client.
         """
 
-    def personal_model(self, module: ClientModule) -> dict[str, Tensor] | None:
+    def personal_model(self, module: TermModule) -> dict[str, Tensor] | None:
         """Return the personal model of the client; None if the term has none.
 
         Args:

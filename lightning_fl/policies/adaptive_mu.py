@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,14 +12,18 @@ from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.feedback import Feedback
 from lightning_fl.errors import FederationError
 from lightning_fl.options import check_choice, check_integer, check_number
-from lightning_fl.policies.base import HyperparameterPolicy, Signal, check_declared, shared_monitor
+from lightning_fl.policies.base import (
+    HyperparameterPolicy,
+    PolicyWrapper,
+    Signal,
+    check_declared,
+    shared_monitor,
+    validated,
+)
 from lightning_fl.policies.schedule import Schedule
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
-
-class AdaptiveMu(HyperparameterPolicy):
+class AdaptiveMu(PolicyWrapper):
     r"""Increase :math:`\mu` when the loss increases, and decrease it when the loss decreases.
 
     The heuristic of Li et al. (2020, FedProx), section 5.3.2 and appendix C.3.3: :math:`\mu`
@@ -94,7 +97,6 @@ class AdaptiveMu(HyperparameterPolicy):
         super().setup(federation)
         values = {self.name: [float(self.mu)]}
         check_declared(type(self).__name__, values, federation, required=True)
-        self.policy.setup(federation)
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
         """Return the hyperparameters of the other policy, and the current value."""
@@ -106,13 +108,9 @@ class AdaptiveMu(HyperparameterPolicy):
             )
         return {**values, self.name: self.mu.clone()}
 
-    def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
-        """Return the upper bound of the other policy."""
-        return self.policy.max_local_steps(round, batches_per_epoch)
-
     def update(self, feedback: Feedback) -> None:
         """Adapt the value to the loss after the round; update the other policy."""
-        self.policy.update(feedback)
+        super().update(feedback)
         if self.loss == "clients":
             assert feedback.losses is not None
             assert feedback.weights is not None
@@ -121,15 +119,8 @@ class AdaptiveMu(HyperparameterPolicy):
                 weights = feedback.weights[known].cpu()
                 self.learn(float(feedback.losses[known].cpu() @ (weights / weights.sum())))
             return
-        before, after = feedback.val_loss_before, feedback.val_loss
-        if after is None:
-            raise FederationError(
-                f"{type(self).__name__} requires the validation loss after every round, and round"
-                f" {feedback.plan.round + 1} was not validated: set"
-                " trainer.check_val_every_n_epoch=1, keep validation samples (limit_val_batches),"
-                " or use loss='clients'"
-            )
-        if before is not None and math.isfinite(before) and not self.last_loss.isfinite():
+        before, after = validated(self, feedback)
+        if math.isfinite(before) and not self.last_loss.isfinite():
             self.last_loss.fill_(before)  # of the initial model
         self.learn(after)
 
@@ -150,11 +141,3 @@ class AdaptiveMu(HyperparameterPolicy):
         self.decreases.fill_(decreases)
         if math.isfinite(loss):
             self.last_loss.fill_(loss)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the other policy. The loop itself reports the value."""
-        return self.policy.metrics()
-
-    def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-        """Return the figure of the other policy."""
-        return self.policy.plot(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from lightning_fl.contracts.phases import Phase, check_phases
 from lightning_fl.contracts.plan import full
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
+from lightning_fl.functional.tables import with_rows_of
 from lightning_fl.options import check_integer, check_number
 from lightning_fl.runners import Declared
 
@@ -200,6 +201,92 @@ class RandomPolicy(HyperparameterPolicy):
             own = self.run_seed if self.seed is None else self.seed
             self.drawn_from.fill_(run_seed(own))
         return generator(int(self.drawn_from), purpose, round)
+
+
+class ChoicePolicy(RandomPolicy):
+    """Base class of policies that learn which of some values to choose.
+
+    What they learn is small, and stays on the CPU in float64.
+    """
+
+    #: Name of the option with the values, for error messages.
+    option: ClassVar[str]
+    #: Names of the buffers whose number of rows is that of the checkpoint.
+    tables: ClassVar[Sequence[str]]
+    #: Values to choose from, by name of the hyperparameter.
+    choices: Mapping[str, Sequence[float]]
+
+    def setup(self, federation: Federation) -> None:
+        """Raise an error if a value is out of the range that the module declares."""
+        super().setup(federation)
+        check_declared(f"{type(self).__name__}({self.option}=...)", self.choices, federation)
+
+    def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
+        """Return the local steps for the largest value to choose from."""
+        most = {name: torch.tensor(max(values)) for name, values in self.choices.items()}
+        return int(local_steps(most, batches_per_epoch).max())
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Resize the tables to those of the checkpoint; refuse NaN."""
+        for name, buffer in list(self.named_buffers()):
+            saved = state_dict.get(prefix + name, buffer)
+            if name in self.tables:
+                setattr(self, name, with_rows_of(buffer, saved))
+            if saved.isnan().any():
+                raise FederationError(f"{name} of the policy in the checkpoint is NaN")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return self
+
+
+class PolicyWrapper(HyperparameterPolicy):
+    """Base class of policies that change some hyperparameters of another policy."""
+
+    policy: HyperparameterPolicy
+
+    def setup(self, federation: Federation) -> None:
+        """Set up both policies; see :meth:`HyperparameterPolicy.setup`."""
+        super().setup(federation)
+        self.policy.setup(federation)
+
+    def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
+        """Return the upper bound of the other policy."""
+        return self.policy.max_local_steps(round, batches_per_epoch)
+
+    def update(self, feedback: Feedback) -> None:
+        """Update the other policy."""
+        self.policy.update(feedback)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the other policy."""
+        return self.policy.metrics()
+
+    def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+        """Return the figure of the other policy."""
+        return self.policy.plot(rows)
+
+
+def validated(policy: HyperparameterPolicy, feedback: Feedback) -> tuple[float, float]:
+    """Return the validation loss before and after a round.
+
+    Args:
+        policy: Policy that requires it, for the error message.
+        feedback: Outcome of the round.
+
+    Raises:
+        FederationError: If the model before or after the round was not validated.
+    """
+    before, after = feedback.val_loss_before, feedback.val_loss
+    if before is None or after is None:
+        raise FederationError(
+            f"{type(policy).__name__} requires the validation loss after every round, and round"
+            f" {feedback.plan.round + 1} was not validated: set trainer.check_val_every_n_epoch=1,"
+            " keep validation samples (limit_val_batches), or use loss='clients'"
+        )
+    return before, after
 
 
 def shared_monitor(policies: Iterable[HyperparameterPolicy]) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.feedback import Feedback
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.errors import FederationError
@@ -22,14 +21,8 @@ from lightning_fl.functional.discrete_gaussian import (
     score,
 )
 from lightning_fl.functional.randomness import RandomStream
-from lightning_fl.functional.tables import with_rows_of
 from lightning_fl.options import check_choice, check_flag, check_integer, check_number
-from lightning_fl.policies.base import (
-    RandomPolicy,
-    check_declared,
-    check_values,
-    local_steps,
-)
+from lightning_fl.policies.base import ChoicePolicy, check_values, validated
 
 #: Range of learning rates and local steps in the paper's tasks; the paper does not give its grid.
 GRID: dict[str, Sequence[float]] = {
@@ -42,7 +35,7 @@ GRID: dict[str, Sequence[float]] = {
 BOUND = 10.0
 
 
-class DiscreteGaussianReinforce(RandomPolicy):
+class DiscreteGaussianReinforce(ChoicePolicy):
     r"""Draw each round's hyperparameters from a discrete Gaussian and raise its expected reward.
 
     Mostafa (2019), section 3.2. In round :math:`t` all clients use the same grid point :math:`h_t`,
@@ -95,6 +88,8 @@ class DiscreteGaussianReinforce(RandomPolicy):
         {'lr': tensor([0.2000, 0.2000], dtype=torch.float64), 'num_steps': tensor([10, 10])}
     """
 
+    option: ClassVar[str] = "grid"
+    tables: ClassVar[Sequence[str]] = ("scores", "rewards")
     mean: Tensor
     root: Tensor
     scores: Tensor
@@ -122,6 +117,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
         super().__init__(seed, monitor, phases)
         self.grid = {k: list(v) for k, v in (GRID if grid is None else grid).items()}
         _check_grid(self.grid)
+        self.choices = self.grid
         self.policy_lr = check_number("policy_lr", policy_lr, min=0)
         self.learn_precision = check_flag("learn_precision", learn_precision)
         self.centered = check_flag("centered", centered)
@@ -158,11 +154,6 @@ class DiscreteGaussianReinforce(RandomPolicy):
             start[list(self.grid).index(name)] = axis[1]
         return start
 
-    def setup(self, federation: Federation) -> None:
-        """Raise an error if a value of the grid is out of the range that the module declares."""
-        super().setup(federation)
-        check_declared(f"{type(self).__name__}(grid=...)", self.grid, federation)
-
     @property
     def precision(self) -> Tensor:
         """Precision matrix :math:`A`, ``[D, D]``."""
@@ -185,25 +176,12 @@ class DiscreteGaussianReinforce(RandomPolicy):
             chosen[name] = (value.long() if name == "num_steps" else value).expand(len(clients))
         return {name: chosen[name] for name in self.grid}
 
-    def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
-        """Return the local steps for the largest value of the grid."""
-        most = {name: torch.tensor(max(values)) for name, values in self.grid.items()}
-        return int(local_steps(most, batches_per_epoch).max())
-
     def update(self, feedback: Feedback) -> None:
         """Learn from the reward of this round, or of the previous one for ``loss='clients'``."""
         by_mean, by_root = score(self.points, self._draw(feedback.plan.round), self.mean, self.root)
         now = torch.cat([by_mean, by_root.flatten()])[None]
         if self.loss == "validation":
-            before, after = feedback.val_loss_before, feedback.val_loss
-            if before is None or after is None:
-                raise FederationError(
-                    f"{type(self).__name__} requires the validation loss after every round, and"
-                    f" round {feedback.plan.round + 1} was not validated: set"
-                    " trainer.check_val_every_n_epoch=1, keep validation samples"
-                    " (limit_val_batches), or use loss='clients'"
-                )
-            self._learn(now, before, after)
+            self._learn(now, *validated(self, feedback))
             return
         reported = feedback.losses
         finite = reported[reported.isfinite()] if reported is not None else torch.empty(0)
@@ -261,28 +239,6 @@ class DiscreteGaussianReinforce(RandomPolicy):
             for j, other in enumerate(names[i:], i):
                 found[f"precision_{one}_{other}"] = float(self.precision[i, j])
         return found
-
-    # --- checkpoints ------------------------------------------------------------------------------
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Resize the score and reward buffers to those of the checkpoint."""
-        names = [prefix + name for name in ("scores", "rewards", "mean", "root")]
-        if all(name in state_dict for name in names):
-            scores, rewards, *learned = (state_dict[name] for name in names)
-            if len(scores) != len(rewards) or not all(each.isfinite().all() for each in learned):
-                raise FederationError(
-                    f"the policy of the checkpoint is invalid: it has {len(scores)} scores,"
-                    f" {len(rewards)} rewards and the mean {learned[0].tolist()}"
-                )
-            self.scores = with_rows_of(self.scores, scores)
-            self.rewards = with_rows_of(self.rewards, rewards)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Keep the buffers on the CPU in float64; they are small."""
-        return self
 
 
 def _check_grid(grid: Mapping[str, Sequence[float]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,14 +15,9 @@ from lightning_fl.contracts.feedback import Feedback
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, derive_seed
-from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
+from lightning_fl.functional.tables import PLACES, with_place
 from lightning_fl.options import check_choice, check_flag, check_number
-from lightning_fl.policies.base import (
-    RandomPolicy,
-    check_declared,
-    check_values,
-    local_steps,
-)
+from lightning_fl.policies.base import ChoicePolicy, check_values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +29,7 @@ KEPT = 0.9
 DROPPED, PENALIZED = 3.0, ("non_finite", "late")
 
 
-class PersonalizedPolicyGradient(RandomPolicy):
+class PersonalizedPolicyGradient(ChoicePolicy):
     r"""Draw hyperparameters per client, and learn which ones decrease the validation loss.
 
     Client :math:`i` has logits :math:`\alpha_i` over the candidates, and draws :math:`Z_i` from
@@ -96,6 +91,8 @@ class PersonalizedPolicyGradient(RandomPolicy):
         {'lr': tensor([0.1000, 0.1000, 0.2000], dtype=torch.float64)}
     """
 
+    option: ClassVar[str] = "candidates"
+    tables: ClassVar[Sequence[str]] = ("logits", "means")
     logits: Tensor
     means: Tensor
     square: Tensor
@@ -114,7 +111,8 @@ class PersonalizedPolicyGradient(RandomPolicy):
     ) -> None:
         super().__init__(seed, monitor, phases)
         self.candidates = [dict(each) for each in candidates]
-        _check(self.candidates)
+        self.choices = _by_name(self.candidates)
+        check_values("candidates", self.choices)
         self.method = check_choice("method", method, "contribution", "reward")
         self.step = check_number("step", step, min=0)
         self.floor = check_number("floor", floor, min=0, below=1)
@@ -133,8 +131,6 @@ class PersonalizedPolicyGradient(RandomPolicy):
     def setup(self, federation: Federation) -> None:
         """Raise an error if client contributions cannot be measured in the run."""
         super().setup(federation)
-        values = {name: [c[name] for c in self.candidates] for name in self.candidates[0]}
-        check_declared(f"{type(self).__name__}(candidates=...)", values, federation)
         if "contributions" not in self.learns_from:
             return
         if federation.data is not None and federation.data.val is None:
@@ -164,17 +160,10 @@ class PersonalizedPolicyGradient(RandomPolicy):
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
         """Return the setting of each client."""
         chosen, values = self._draw(round, clients), {}
-        for name in self.candidates[0]:
-            of_each = torch.tensor([c[name] for c in self.candidates], dtype=torch.float64)
-            value = of_each[chosen]
+        for name, each in self.choices.items():
+            value = torch.tensor(each, dtype=torch.float64)[chosen]
             values[name] = value.long() if name == "num_steps" else value
         return values
-
-    def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
-        """Return an upper bound on the local steps over all candidates."""
-        names = self.candidates[0]
-        most = {name: torch.tensor(max(c[name] for c in self.candidates)) for name in names}
-        return int(local_steps(most, batches_per_epoch).max())
 
     def update(self, feedback: Feedback) -> None:
         """Learn from the effect of the sampled clients on the loss."""
@@ -278,28 +267,12 @@ class PersonalizedPolicyGradient(RandomPolicy):
         figure.colorbar(image, ax=right, label="probability")
         return figure
 
-    # --- checkpoints ------------------------------------------------------------------------------
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Resize the tables to the clients of the checkpoint."""
-        for name in ("logits", "means"):
-            if (saved := state_dict.get(prefix + name)) is not None:
-                if not saved.isfinite().all():
-                    raise FederationError(f"the policy of the checkpoint has non-finite {name}")
-                setattr(self, name, with_rows_of(getattr(self, name), saved))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Keep the buffers on the CPU in float64; they are small."""
-        return self
-
-
-def _check(candidates: list[dict[str, float]]) -> None:
+def _by_name(candidates: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Return the values of all candidates by name."""
     names = candidates[0].keys() if candidates else set()
     if len(candidates) < 2 or not names or any(c.keys() != names for c in candidates):
         raise FederationError(
             f"candidates must be at least two settings with the same names, got {candidates}"
         )
-    check_values("candidates", {name: [c[name] for c in candidates] for name in names})
+    return {name: [candidate[name] for candidate in candidates] for name in names}

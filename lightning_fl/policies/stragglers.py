@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
-from lightning_fl.contracts.context import Federation
-from lightning_fl.contracts.feedback import Feedback
 from lightning_fl.functional.randomness import RandomStream
 from lightning_fl.options import check_flag, check_number
-from lightning_fl.policies.base import HyperparameterPolicy, RandomPolicy
+from lightning_fl.policies.base import HyperparameterPolicy, PolicyWrapper, RandomPolicy
 from lightning_fl.policies.schedule import Schedule
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
-
-class Stragglers(RandomPolicy):
+class Stragglers(PolicyWrapper, RandomPolicy):
     r"""Let a fraction of the sampled clients complete only a random part of their local work.
 
     Systems heterogeneity of Li et al. (2020, FedProx): in a cohort of :math:`k` clients
@@ -60,11 +52,6 @@ class Stragglers(RandomPolicy):
         self.policy = policy
         self.learns_from = self.policy.learns_from
 
-    def setup(self, federation: Federation) -> None:
-        """Set up both policies; see :meth:`HyperparameterPolicy.setup`."""
-        super().setup(federation)
-        self.policy.setup(federation)
-
     def count(self, clients: int) -> int:
         """Return the number of stragglers in a cohort.
 
@@ -92,19 +79,3 @@ class Stragglers(RandomPolicy):
             less = torch.where(epochs < 2, part * epochs, 1 + (part * (epochs - 1)).floor())
             values["local_epochs"] = torch.where(slow, less, epochs)
         return values
-
-    def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
-        """Return the upper bound of the policy, which stragglers do not exceed."""
-        return self.policy.max_local_steps(round, batches_per_epoch)
-
-    def update(self, feedback: Feedback) -> None:
-        """Update the policy."""
-        self.policy.update(feedback)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the policy."""
-        return self.policy.metrics()
-
-    def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-        """Return the figure of the policy."""
-        return self.policy.plot(rows)

@@ -437,7 +437,7 @@ class VectorizedClients(LightningModule):
             runner.step, runner.evaluation = step, 0
             is_last = step + 1 == len(runner.active)
             before = runner.before_step(active)
-            if is_last or seeing or runner.evaluations > 1:
+            if is_last or seeing or runner.moves_first:
                 optimizer.step(closure=optimizer_closure)
             else:
                 self._light_step(runner, optimizer)

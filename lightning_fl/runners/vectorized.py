@@ -80,6 +80,8 @@ class VectorizedRunner(ClientRunner):
         self.batch: BatchSamples | None = None
         #: Number of closure evaluations per local step, and those done in the current step.
         self.evaluations, self.evaluation = int(getattr(optimizer, "evaluations", 1)), 0
+        #: Whether the optimizer moves the parameters before it evaluates the closure.
+        self.moves_first = hasattr(optimizer, "evaluations")
         #: Whether one graph may compute gradients and update, since nothing runs between them.
         self.may_update = True
         #: Task losses in the batch's first local step, ``[k]``.
@@ -251,7 +253,7 @@ class VectorizedRunner(ClientRunner):
         updates = self.may_update and self._client_ratios is None and not self.gradient_terms
         total, outcome = self.vectorized.loss(samples, active, updates)
         has_written = versions != [param._version for param in self.stacks.params.values()]
-        if self._client_ratios is not None and self.evaluations == 1 and has_written:
+        if self._client_ratios is not None and not self.moves_first and has_written:
             self._note_start()
         if self.step == 0:
             self.first_losses = outcome.task_loss

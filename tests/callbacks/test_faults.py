@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import CoordinateMedian
-from lightning_fl.callbacks import ClientFaults, OnUpdates, RoundCheckpoint
+from lightning_fl.callbacks import ClientFaults, OnUpdates
 from lightning_fl.callbacks.faults import read_trace
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.dropped import CAUSES
@@ -143,29 +143,6 @@ def test_a_callback_may_name_a_cause_of_its_own(simulate):
 def test_a_cause_that_cannot_be_a_column_is_refused(simulate, client, cause, message):
     with pytest.raises(FederationError, match=message):
         simulate(Battery(client, cause))
-
-
-def test_faults_do_not_depend_on_vectorization_and_resume(simulate, tmp_path):
-    def made():
-        return ClientFaults(dropout=0.2, nan=0.2, straggler=0.5, speed_sigma=0.4, deadline=1.0)
-
-    def kept(name):
-        return RoundCheckpoint(str(tmp_path / name))
-
-    faults = [made() for _ in range(4)]
-    one, first = simulate(faults[0], kept("whole"), rounds=6, enable_checkpointing=True)
-    group_size, _ = simulate(faults[1], rounds=6, wrap=lambda m: VectorizedClients(m, group_size=3))
-    simulate(faults[2], kept("parts"), enable_checkpointing=True)
-    last = str(tmp_path / "parts" / "last.ckpt")
-    parts, second = simulate(
-        faults[3], kept("parts"), rounds=6, ckpt_path=last, enable_checkpointing=True
-    )
-    assert faults[0].happened == faults[1].happened == faults[3].happened
-    assert faults[0].virtual_time == faults[1].virtual_time == faults[3].virtual_time
-    assert first.rows == second.rows
-    for a, b, c in zip(one.parameters(), group_size.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-        assert torch.equal(a, c)
 
 
 def test_the_virtual_clock_by_hand(simulate):

@@ -17,7 +17,7 @@ from lightning_fl.aggregators import Gossip
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.callbacks.client_table import summary
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.objectives import Proximal, RepresentationMatching
+from lightning_fl.objectives import PerFedAvg, Proximal, RepresentationMatching
 from lightning_fl.optimizers import PFedMe
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
@@ -514,3 +514,20 @@ def test_global_and_personal_models_by_hand(train, group_size):
     values = torch.tensor([row["kept"] for row in callback.rows], dtype=torch.float64)
     variance = loop.rows[-1]["kept/variance"]
     assert variance == pytest.approx(float((values - values.mean()).square().mean()))
+
+
+@pytest.mark.filterwarnings("ignore:Found 1 module")
+@pytest.mark.parametrize("kind", [ClientModule, PerFedAvg])
+def test_layers_train_in_the_modes_of_the_run(train, kind):
+    modes = set()
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                modes.add(self.training)
+            return super().forward(x)
+
+    net = nn.Sequential(Noting(6, 4).eval(), nn.Linear(4, 3))
+    module = kind(net, optimizer=functools.partial(torch.optim.SGD, lr=0.1)).double()
+    train(PersonalizedEvaluation(steps=2, local_steps=2), module=module, rounds=1)
+    assert modes == {False}

@@ -69,13 +69,6 @@ def test_there_are_few_lines_however_many_rounds(run, capsys, lines, rounds, sho
     assert [line.split(" · ")[0] for line in found] == [f"round {r}/{rounds}" for r in shown]
 
 
-@pytest.mark.parametrize("num_clients", [3, pytest.param(300, marks=pytest.mark.slow)])
-def test_there_is_a_line_a_round_however_many_clients(run, capsys, num_clients):
-    run(RoundProgress(), rounds=3, num_clients=num_clients)
-    found = capsys.readouterr().out.splitlines()
-    assert [line.split(" · ")[0] for line in found] == ["round 1/3", "round 2/3", "round 3/3"]
-
-
 def test_a_line_has_the_rounds_own_figures(run, capsys):
     loop = run(RoundProgress(), rounds=2)
     found = capsys.readouterr().out.splitlines()
@@ -218,14 +211,6 @@ def test_a_line_in_a_terminal_moves_with_rounds_and_clients(run, terminal):
     text = terminal.getvalue()
     assert all(line in text for line in inside)
     assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back
-
-
-def test_finished_rounds_stand_above_the_bar(run, terminal):
-    loop = run(RoundProgress(), rounds=2)
-    lines = [line for line in terminal.getvalue().splitlines() if "per round" in line]
-    assert len(lines) == 2
-    for line, row in zip(lines, loop.rows, strict=True):
-        assert f"val_acc {row['val_acc']:.4g}" in line
 
 
 def test_a_bar_stands_where_rounds_and_clients_are(run, terminal):

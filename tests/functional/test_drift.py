@@ -1,3 +1,5 @@
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -38,3 +40,10 @@ def test_effective_steps_are_the_coefficients_of_the_gradients_summed(tau, momen
     pulls = None if pull is None else torch.tensor([pull])
     found = effective_steps(torch.tensor([tau]), momentum, pulls)
     assert float(found) == pytest.approx(way, rel=1e-7)
+
+
+@pytest.mark.parametrize("pull", [1e-300, 1e-17, 1e-12, 1e-9, 0.4999, 0.5001, 1.0, 1.5])
+def test_effective_steps_have_no_cancellation(pull):
+    exact = sum((1 - Fraction(pull)) ** i for i in range(9))
+    found = effective_steps(torch.tensor([9]), pull=torch.tensor([pull], dtype=torch.float64))
+    assert float(found) == pytest.approx(float(exact), rel=1e-13)

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from by_hand import Batches
 from grids import diagonal
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.representation import matching_error, pad_to, unpool
 from lightning_fl.objectives import (
@@ -368,7 +368,6 @@ def federation(fit, blobs):
         clients_per_round=None,
         terms=(),
         compile=False,
-        most=2**30,
         matching=None,
         loop_options=None,
         num_clients=4,
@@ -390,7 +389,6 @@ def federation(fit, blobs):
             seed=3,
             **(loop_options or {}),
         )
-        loop.store.most = most
         user = (
             module if group_size is None else VectorizedClients(module, group_size, compile=compile)
         )
@@ -452,32 +450,6 @@ def test_matching_layers_have_a_rate_and_an_optimizer_of_their_own(federation, k
         torch.testing.assert_close(loop.store.get(0)[name], expected.detach(), atol=1e-12, rtol=0)
 
 
-def test_an_optimizer_of_matching_layers_is_vectorized(federation, flat):
-    matching = {"lr_factor": 0.4, "optimizer": adam, "kernel_size": 5}
-    plain, expected = federation(conv_pool_relu, matching=matching)
-    module, loop = federation(conv_pool_relu, 3, matching=matching)
-    torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
-    same(loop, expected)
-
-
-def test_a_kept_optimizer_of_matching_layers_resumes_bit_equal(federation, flat, tmp_path):
-    def run(rounds, **options):
-        matching = {"optimizer": adam, "lr_factor": 0.4}
-        loop_options = {"optimizer_state": "local"}
-        checkpoint = [RoundCheckpoint(dirpath=tmp_path)]
-        options |= {"callbacks": checkpoint, "enable_checkpointing": True, "clients_per_round": 2}
-        return federation(rounds=rounds, matching=matching, loop_options=loop_options, **options)
-
-    whole, expected = run(4)
-    run(2)
-    resumed, loop = run(4, ckpt_path=tmp_path / "last.ckpt")
-    assert torch.equal(flat(resumed), flat(whole))
-    assert sorted(loop.store.get(0)) == sorted(expected.store.get(0))
-    names = {name.partition(".")[0] for name in loop.store.get(0)}
-    assert names == {"parameter", "optimizer"}
-    same(loop, expected, atol=0)
-
-
 def test_theta_belongs_to_the_client(federation):
     module, loop = federation(clients_per_round=2, rounds=1)
     took_part = [client for client in range(4) if loop.store.get(client)]
@@ -493,42 +465,6 @@ def test_theta_belongs_to_the_client(federation):
     assert not any("terms" in name for name in module.state_dict())
     # Neither sent nor averaged: the vector that clients send is the network's.
     assert loop.runner.num_parameters == sum(p.numel() for p in module.net.parameters())
-
-
-def test_a_client_finds_its_theta_again(federation):
-    """Two rounds are the second round from where the first has left the client."""
-    _, once = federation(rounds=1)
-    _, twice = federation(rounds=2)
-    key = next(iter(once.store.get(0)))
-    moved = (twice.store.get(0)[key] - once.store.get(0)[key]).abs().max()
-    first = dict(federation(rounds=1)[0].named_parameters())[key.removeprefix("parameter.")]
-    assert moved > 0
-    restarted = (twice.store.get(0)[key] - first).abs().max()
-    assert restarted > moved
-
-
-@pytest.mark.parametrize("group_size", [None, 2])
-@pytest.mark.parametrize("most", [2**30, 0])
-def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, group_size, most):
-    def run(rounds, folder, most=most, **options):
-        checkpoint = RoundCheckpoint(dirpath=tmp_path / folder)
-        options |= {"callbacks": [checkpoint], "enable_checkpointing": True}
-        options |= {
-            "group_size": group_size,
-            "clients_per_round": 2,
-            "most": most,
-        }
-        return federation(rounds=rounds, **options)
-
-    whole, expected = run(4, "whole", most=2**30)
-    run(2, "half")
-    resumed, loop = run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
-    assert torch.equal(flat(resumed), flat(whole))
-    for client in range(4):
-        a, b = expected.store.get(client), loop.store.get(client)
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[name], b[name]) for name in a)
-    assert loop.rows == expected.rows
 
 
 def test_without_weight_it_is_fedavg(fit, blobs, flat):

@@ -192,10 +192,9 @@ def test_the_mean_stays_inside_and_the_precision_positive(optimizer):
         assert policy.probabilities().isfinite().all()
 
 
-def bandit(seed, sign=1.0, rounds=600, **options):
+def bandit(seed, rounds=600, **options):
     """The probability, in the end, of the best of five settings, whose rewards are noisy."""
     policy = DiscreteGaussianReinforce({"lr": [1, 2, 3, 4, 5]}, policy_lr=0.5, seed=seed, **options)
-    policy.policy_lr *= sign
     noise = torch.Generator().manual_seed(seed)
     for t in range(rounds):
         lr = float(policy.sample(t, torch.tensor([0]))["lr"][0])
@@ -233,21 +232,15 @@ def test_it_finds_the_best_arm(options):
         assert min(means) > 0.3
 
 
-def test_the_printed_sign_finds_the_worst():
-    assert max(bandit(seed, sign=-1.0) for seed in range(4)) < -0.3
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"grid": {}}, "grid"),
         ({"grid": {"lr": []}}, "grid"),
         ({"grid": {"lr": [0.1, 0.1]}}, "distinct"),
-        ({"grid": {"lr": [-0.1, 0.1]}}, "lr"),
         ({"grid": {"num_steps": [0, 1]}}, "num_steps"),
         ({"grid": {"num_steps": [1.5]}}, "integers"),
         ({"policy_lr": -1.0}, "policy_lr"),
-        ({"window": -1}, "window"),
         ({"window": 0, "centered": True}, "window"),
         ({"precision": 0.0}, "precision"),
         ({"precision": [[1.0]]}, "2x2"),
@@ -256,6 +249,12 @@ def test_the_printed_sign_finds_the_worst():
         ({"mean": {"lr": 1.0}}, "mean"),
         ({"mean": {"momentum": 0.1}}, "mean"),
         ({"optimizer": "rmsprop"}, "optimizer"),
+        ({"grid": {"num_steps": [3], "local_epochs": [1, 2]}}, "both set the amount of local work"),
+        ({"grid": {"lr": [0.0, 0.1]}}, "lr in grid must be a finite number greater than 0"),
+        ({"precision": [[1.0, 2.0], [3.0]]}, "precision must be"),
+        ({"window": math.inf}, "window must be an integer"),
+        ({"seed": -1}, "seed must be an integer of at least 0, or None, got -1"),
+        ({"loss": "test"}, "loss must be validation or clients, got 'test'"),
     ],
 )
 def test_wrong_options_are_refused(options, named):
@@ -302,11 +301,6 @@ def test_a_round_in_which_no_client_reports_waits_for_the_next():
     assert policy.metrics()["reward"] == 0.5
 
 
-def test_an_unknown_loss():
-    with pytest.raises(FederationError, match="loss must be validation or clients, got 'test'"):
-        DiscreteGaussianReinforce(loss="test")
-
-
 @pytest.mark.parametrize("bad", [1e4, math.inf, math.nan])
 def test_one_bad_round_does_not_decide_all_later_ones(bad):
     policy = DiscreteGaussianReinforce(GRID, seed=3, learn_precision=True)
@@ -318,21 +312,3 @@ def test_one_bad_round_does_not_decide_all_later_ones(bad):
     assert rewards[1] == -10
     assert rewards[3] > 0  # it came back
     assert policy.probabilities().max() < 0.9
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"grid": {"num_steps": [3], "local_epochs": [1, 2]}}, "both set the amount of local work"),
-        (
-            {"grid": {"lr": [0.0, 0.1]}},
-            "lr in grid must be a finite number greater than 0, got 0.0",
-        ),
-        ({"precision": [[1.0, 2.0], [3.0]]}, "precision must be"),
-        ({"window": math.inf}, "window must be an integer"),
-        ({"seed": -1}, "seed must be an integer of at least 0, or None, got -1"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options, words):
-    with pytest.raises(FederationError, match=words):
-        DiscreteGaussianReinforce(**options)

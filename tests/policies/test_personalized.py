@@ -213,13 +213,8 @@ def test_credits_are_derivatives_by_dummies(federation, monkeypatch, group_size)
     assert module.training
 
 
-@pytest.mark.parametrize("method", ["contribution", "reward"])
-def test_vectorized_training_changes_nothing_and_pictures_are_drawn(federation, tmp_path, method):
-    options = {"method": method, "callbacks": [RunReport()]}
-    plain, loop, _, _ = federation(4, **options)
-    found, _, _, _ = federation(4, group_size=3, **options)
-    assert plain.logits.any()
-    torch.testing.assert_close(found.logits, plain.logits, atol=1e-10, rtol=0)
+def test_probabilities_are_in_the_table_and_drawn(federation, tmp_path):
+    _, loop, _, _ = federation(4, callbacks=[RunReport()])
     assert 0 < loop.rows[-1]["p_0"] < 1
     assert (tmp_path / "policy.png").read_bytes().startswith(b"\x89PNG")
 

@@ -6,7 +6,6 @@ import torch
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
 from lightning_fl.policies import (
-    DiscreteGaussianReinforce,
     HyperparameterPolicy,
     Schedule,
     StagedPolicy,
@@ -85,16 +84,6 @@ def test_kept_ones_are_taken_in_with_what_they_did(fit, foreign):
     steps = policy.sample(0, torch.arange(4))["num_steps"]
     assert loop.rows[0]["clients"] == 4
     assert loop.rows[0]["num_steps"] == steps.sum() < 80
-
-
-def test_a_policy_that_learns_does_so(fit, foreign):
-    inner = DiscreteGaussianReinforce({"lr": [0.01, 0.02], "num_steps": [2, 4]}, seed=0)
-    policy = Stragglers(0.5, inner)
-    assert policy.learns_from == {"val_loss"}
-    loop = FederatedLoop(policy=policy, buffers="average", seed=0)
-    fit(foreign(), loop, rounds=3)
-    assert inner.mean.abs().sum() > 0
-    assert "reward" in loop.rows[0]
 
 
 def test_wrong_fraction():

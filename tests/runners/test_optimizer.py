@@ -263,6 +263,7 @@ def declared(kind):
         lambda p: optim.Adamax(p, lr=0.01, weight_decay=0.1),
         lambda p: Adaptive(p, "yogi", lr=0.01),
         PFedMe,
+        lambda p: PFedMe(p, inner_steps=1),
         declared(hidden.Counting),
         declared(hidden.Attribute),
     ],

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.federation.memory import ClientMemory
-from lightning_fl.policies import Schedule
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import Quantize, TopK, UpdateTransform
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
@@ -119,31 +118,6 @@ def test_the_server_gets_what_was_sent(fit, data, flat):
         calls = loop.store.get(client)
         assert float(calls.get("transform.0.calls", 0)) == float(calls.get("transform.1.calls", 0))
     assert sum(float(loop.store.get(c).get("transform.0.calls", 0)) for c in range(4)) == 6
-
-
-@pytest.mark.parametrize("transform", [lambda: TopK(0.2), lambda: Quantize(1), lambda: Quantize(4)])
-def test_vectorized_training_resume_and_convergence(fit, data, tmp_path, transform):
-    def run(folder, rounds, wrap=lambda m: m, **options):
-        made = module()
-        loop = FederatedLoop(update_transforms=[transform()], policy=Schedule(num_steps=6), seed=2,
-            optimizer_state="keep", client_fraction=0.5)  # fmt: skip
-        options |= {
-            "callbacks": [RoundCheckpoint(str(tmp_path / folder))],
-            "enable_checkpointing": True,
-        }
-        fit(wrap(made), loop, data(), rounds=rounds, **options)
-        return made, loop
-
-    whole, one = run("whole", 8)
-    assert one.rows[-1]["val_acc"] > 0.9
-    group_size, two = run("group_size", 8, lambda m: VectorizedClients(m, group_size=2))
-    for a, b in zip(whole.parameters(), group_size.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    run("parts", 3)
-    parts, two = run("parts", 8, ckpt_path=str(tmp_path / "parts" / "last.ckpt"))
-    assert one.rows == two.rows
-    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_a_client_whose_update_is_dropped_remembers_nothing_of_it(fit, data):
