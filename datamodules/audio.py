@@ -17,6 +17,7 @@ from torchaudio.transforms import MelSpectrogram
 
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
+from lightning_fl.datamodules.loader import module_dtype
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.errors import FederationError
 from lightning_fl.files import data_root, error_context
@@ -83,22 +84,16 @@ def read_recording(path: Path, rate: int) -> Tensor:
         raise ValueError(f"{path} is not a readable WAV file: {error}") from error
     if not data.size or not np.isfinite(data).all():
         raise ValueError(f"{path} has no samples, or non-finite samples")
-    wave = _floating(data)
+    kind, bits = data.dtype.kind, 8 * data.dtype.itemsize
+    # Integers are signed, except for those of 8 bits, which are centered at 128.
+    scaled = data if kind == "f" else data / 2.0 ** (bits - 1) - (kind == "u")
+    wave = torch.from_numpy(scaled.astype(np.float32))
     wave = wave.mean(1) if wave.ndim == 2 else wave
     if found != rate:
         # An approximate ratio: the size of the filter grows with numerator and denominator.
         ratio = Fraction(found, rate).limit_denominator(1000)
         wave = resample(wave, ratio.numerator, ratio.denominator)
     return wave
-
-
-def _floating(data: np.ndarray) -> Tensor:
-    """Convert samples of any format to float32 in [-1, 1]."""
-    if data.dtype == np.uint8:
-        return torch.from_numpy(data.astype(np.float32) / 2**7 - 1)
-    if np.issubdtype(data.dtype, np.integer):
-        return torch.from_numpy((data / 2.0 ** (8 * data.dtype.itemsize - 1)).astype(np.float32))
-    return torch.from_numpy(data.astype(np.float32))
 
 
 class LogMel(nn.Module):
@@ -316,7 +311,7 @@ class AudioDataModule(FederatedDataModule, ABC):
             x = self.features(x)
         if self.augment is not None and uniform is not None:
             x = self.augment.spectrograms(x, uniform)
-        return x.to(self.module_dtype), *rest
+        return x.to(module_dtype(self.trainer)), *rest
 
     def _background_on(self, device: torch.device) -> Tensor:
         """Return the recordings that are added to clips on a device, with standard deviation 1."""

@@ -6,10 +6,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from numbers import Number
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+import lightning_fl.datamodules as kinds  # attributes are read on call: it imports this file
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.datamodules.batches import (
     Batch,
@@ -36,9 +35,6 @@ from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.partition import IID, Manifest, Partition
 from lightning_fl.runners.step_hooks import TRANSFER_HOOKS
-
-#: Packages whose transfer hooks are known to treat each sample separately.
-SAMPLEWISE = {"lightning", "lightning_fl"}
 
 
 class FederatedDataModule(LightningDataModule):
@@ -125,22 +121,17 @@ class FederatedDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        if partition is not None and not isinstance(partition, Partition):
-            raise FederationError(
-                f"partition must be a Partition, such as IID(), or None, got {partition!r}"
-            )
         #: Map-style data sets; None before :meth:`setup`, or if there is no such data set.
         self.train: Any = train
         self.val: Any = val
         self.test: Any = test
         self.partition = IID() if partition is None else partition
+        if not isinstance(self.partition, Partition):
+            raise FederationError(f"partition must be a rule, such as IID(), got {partition!r}")
         self.num_clients = check_integer("num_clients", num_clients, min=1, optional=True)
         self.batch_size = check_integer("batch_size", batch_size, min=1, optional=True)
-        is_count = isinstance(val_size, SupportsIndex)
-        limit, hint = None if is_count else 1, "pass a fraction in [0, 1) or a number of samples"
-        self.val_size = check_number(
-            "val_size", val_size, min=0, below=limit, integer=is_count, hint=hint
-        )
+        hint = "pass a fraction in [0, 1) or a number of samples"
+        self.val_size = check_number("val_size", val_size, min=0, hint=hint)
         self.local_test_size = check_number("local_test_size", local_test_size, min=0, below=1)
         self.stream_steps = check_integer("stream_steps", stream_steps, min=1)
         self.labels, self.keys = labels, keys
@@ -157,63 +148,31 @@ class FederatedDataModule(LightningDataModule):
         self.split = Split()
         self._present([])
         self._original: Any = None
-        self._has_warned = False
         self._reader: Batches | None = None
-
-    # --- other kinds of data ----------------------------------------------------------------------
 
     @staticmethod
     def from_datamodule(
         datamodule: LightningDataModule, partition: Partition | None = None, **options: Any
     ) -> FederatedDataModule:
-        """Split the data of a LightningDataModule; see :class:`FromDataModule`.
-
-        Args:
-            datamodule: The data module.
-            partition: Rule that splits the training samples over clients.
-            options: Options of :class:`FromDataModule`.
-        """
-        from lightning_fl.datamodules.from_datamodule import FromDataModule
-
-        return FromDataModule(datamodule, partition, **options)
+        """Split the data of a LightningDataModule; see :class:`FromDataModule`."""
+        return kinds.FromDataModule(datamodule, partition, **options)
 
     @staticmethod
     def from_clients(
         clients: Mapping[str, AnyDataset] | Sequence[AnyDataset], **options: Any
     ) -> FederatedDataModule:
-        """Take one data set per client; see :class:`FromClients`.
-
-        Args:
-            clients: Data sets, by the names of their clients or in a sequence.
-            options: Options of :class:`FromClients`.
-        """
-        from lightning_fl.datamodules.from_clients import FromClients
-
-        return FromClients(clients, **options)
+        """Take one data set per client; see :class:`FromClients`."""
+        return kinds.FromClients(clients, **options)
 
     @staticmethod
     def from_hf(dataset: Any, **options: Any) -> FederatedDataModule:
-        """Split a data set of the Hugging Face package ``datasets``; see :class:`FromHuggingFace`.
-
-        Args:
-            dataset: The data set, its folder, or its name.
-            options: Options of :class:`FromHuggingFace`, such as ``input`` and ``partition_by``.
-        """
-        from lightning_fl.datamodules.from_hf import FromHuggingFace
-
-        return FromHuggingFace(dataset, **options)
+        """Split a data set of the package ``datasets``; see :class:`FromHuggingFace`."""
+        return kinds.FromHuggingFace(dataset, **options)
 
     @staticmethod
     def from_hdf5(path: str, **options: Any) -> FederatedDataModule:
-        """Read the clients of an HDF5 file of TensorFlow Federated; see :class:`FromHDF5`.
-
-        Args:
-            path: The file.
-            options: Options of :class:`FromHDF5`.
-        """
-        from lightning_fl.datamodules.from_hdf5 import FromHDF5
-
-        return FromHDF5(path, **options)
+        """Read the clients of an HDF5 file of TensorFlow Federated; see :class:`FromHDF5`."""
+        return kinds.FromHDF5(path, **options)
 
     def _present(self, parts: list[Tensor]) -> None:
         #: Training samples of each client in the current step of the stream.
@@ -241,7 +200,7 @@ class FederatedDataModule(LightningDataModule):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        check_package(trainer, Trainer)
+        check_package(trainer, Trainer)  # whose own error would not say why
         self._trainer = trainer
 
     def load(self, train: bool) -> Dataset[Any] | None:
@@ -386,11 +345,11 @@ class FederatedDataModule(LightningDataModule):
         This holds for tensors in memory, unless a hook of a subclass may change whole batches.
         Otherwise the samples are collated client by client.
         """
-        hooks = [getattr(type(self), name) for name in TRANSFER_HOOKS]
+        packages = {getattr(type(self), name).__module__ for name in TRANSFER_HOOKS}
         return (
             isinstance(self.train, InMemory)
             and self.collate_fn is default_collate
-            and all(hook.__module__.partition(".")[0] in SAMPLEWISE for hook in hooks)
+            and {name.partition(".")[0] for name in packages} <= {"lightning", "lightning_fl"}
         )
 
     @property
@@ -401,9 +360,7 @@ class FederatedDataModule(LightningDataModule):
     def local_steps(self, round: int, position: int) -> Callable[[int], Any]:
         """Return a function that fetches the local steps of a ``stepwise`` batch.
 
-        Args:
-            round: The round, from 0.
-            position: Position of the batch in the round, from 0.
+        It overwrites its last result. Rounds, and positions in a round, are counted from 0.
         """
         assert self._reader is not None  # the loader has fetched the batch
         return self._reader.local_steps(round, position)
@@ -454,9 +411,8 @@ class FederatedDataModule(LightningDataModule):
         return RoundBatches(plan, self.present, self._batching, *processes, apart, self.draws)
 
     def _epochs(self) -> EpochBatches:
-        """Return the batches of the centralized baseline, and warn once that it is used."""
-        if self.trainer is not None and not self._has_warned:
-            self._has_warned = True
+        """Return the batches of the centralized baseline, and warn that it is used."""
+        if self.trainer is not None:
             rank_zero_warn(
                 "The Trainer has no FederatedLoop, so the module trains on the pooled samples of"
                 f" all {self.num_clients} clients, as a centralized baseline. For federated"
@@ -484,8 +440,7 @@ class FederatedDataModule(LightningDataModule):
 
     def _test_samples(self) -> Any:
         if self.test is None:
-            name = type(self).__name__
-            raise FederationError(f"{name} has no test samples: {self.test_remedy}")
+            raise FederationError(f"{type(self).__name__} has no test samples: {self.test_remedy}")
         return self.test
 
     def evaluation_loader(
@@ -522,11 +477,7 @@ class FederatedDataModule(LightningDataModule):
     # --- samples ----------------------------------------------------------------------------------
 
     def replace_samples(self, train: Dataset[Any]) -> None:
-        """Replace the training samples until :meth:`restore_samples`; indices stay the same.
-
-        Args:
-            train: Map-style data set with the same number of samples.
-        """
+        """Replace the training samples by as many others until :meth:`restore_samples`."""
         self._original = self._original or self.train
         self.train = in_memory(train, "train")
 
@@ -543,20 +494,7 @@ class FederatedDataModule(LightningDataModule):
 
     @cached_property
     def sample_bytes(self) -> int:
-        """Size of the arrays and numbers of a training sample as float32, in bytes.
-
-        0 if there are none, as in samples of PIL images or graphs: the size is unknown.
-        """
+        """Size of the tensors of a training sample as float32, in a batch before its transfer."""
         with seeded_rng(0):  # transforms may draw random numbers
-            parts = tree_leaves(self.train[0])
-        sizes = [p.numel() for p in parts if isinstance(p, Tensor)]
-        sizes += [p.size for p in parts if isinstance(p, np.ndarray)]
-        return 4 * (sum(sizes) + sum(isinstance(p, Number) for p in parts))
-
-    @property
-    def module_dtype(self) -> torch.dtype:
-        """Dtype of the module in training; torch's default dtype without a module."""
-        module = None if self.trainer is None else self.trainer.lightning_module
-        dtype = torch.get_default_dtype() if module is None else module.dtype
-        assert isinstance(dtype, torch.dtype)  # Lightning's annotation also allows str
-        return dtype
+            batch = self.collate_fn([self.train[0]])
+        return 4 * sum(t.numel() for t in tree_leaves(batch) if isinstance(t, Tensor))

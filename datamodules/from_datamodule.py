@@ -198,19 +198,16 @@ def _check_loader(loader: Any, method: str, replacement: bool) -> None:
         )
     check_map_style(loader.dataset, f"the data set of {method}")
     sampler: Any = loader.sampler
-    fault, count = "", len(loader.dataset)  # type: ignore[arg-type]  # it is map-style
-    if type(loader).__iter__.__module__.partition(".")[0] not in ("torch", "torchdata"):
-        fault = f"an __iter__ of the class {type(loader).__name__}"
-    elif loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        fault = "a batch_sampler, or without a batch_size"
-    elif type(sampler) not in (RandomSampler, SequentialSampler):
-        fault = f"a {type(sampler).__name__}"
-    elif len(sampler) != count:
-        fault = f"a sampler that draws {len(sampler)} of {count} samples"
-    elif isinstance(sampler, RandomSampler) and sampler.replacement and not replacement:
-        fault = "replacement, but without replacement=True in this class"
-    if fault:
+    is_plain = (
+        type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
+        and type(loader.batch_sampler) is BatchSampler
+        and type(sampler) in (RandomSampler, SequentialSampler)
+        and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]  # it is map-style
+        and (replacement or not getattr(sampler, "replacement", False))
+    )
+    if not is_plain:
         raise FederationError(
-            f"{method} returns a DataLoader with {fault}, which would not be used, since this"
-            " library draws the batches: return DataLoader(data, batch_size=...)"
+            f"{method} must return DataLoader(data, batch_size=..., shuffle=...) without its own"
+            " sampler, batches or __iter__, since this library draws the batches; replacement=True"
+            " of this class allows a RandomSampler with replacement"
         )

@@ -44,9 +44,9 @@ class FromHuggingFace(FederatedDataModule):
         partition_by: Column with the client of each row, such as the writer. Each value is a
             client, unless ``num_clients`` is smaller. None leaves the split to ``partition``.
         transform: Function of the input as ``datasets`` decodes it (a PIL image, text, list); with
-            several input columns, of the dictionary with them and the label.
-        label_transform: Function of the label as ``datasets`` decodes it, for a single input
-            column. The partition uses the labels that it returns.
+            several input columns, of the dictionary with them and the (transformed) label.
+        label_transform: Function of the label as ``datasets`` decodes it. The partition uses the
+            labels that it returns.
         partition: Rule of the split; None means :class:`~lightning_fl.partition.Natural` with
             ``partition_by``, otherwise :class:`~lightning_fl.partition.IID`.
         num_clients: Number of clients; None if the rule determines it.
@@ -84,11 +84,6 @@ class FromHuggingFace(FederatedDataModule):
                     f"{type(partition).__name__} does not read the column partition_by: leave out"
                     " one of them, or use Natural"
                 )
-        if label_transform is not None and not (isinstance(input, str) and label):
-            raise FederationError(
-                "label_transform needs a label and a single input column: transform the dictionary"
-                " with transform"
-            )
         self._given = {"train": None, "val": val, "test": test}
         super().__init__(
             train=None, val=None, test=None, partition=partition, num_clients=num_clients, **options
@@ -130,17 +125,12 @@ class FromHuggingFace(FederatedDataModule):
         data = self._opened()
         splits = data if isinstance(data, Mapping) else {"train": data}
         rows = splits.get(SPLITS[part]) if self._given[part] is None else self._given[part]
-        if rows is None and part == "train":
-            raise FederationError(
-                f"the data set has no split 'train', only {', '.join(map(repr, splits))}: pass the"
-                " Dataset to train on"
-            )
-        if rows is None:
+        if rows is None and part != "train":
             return None
         if not isinstance(rows, _package().Dataset):
             raise FederationError(
                 f"{part} must be a Dataset of the package datasets that does not stream, got"
-                f" {type(rows).__name__}"
+                f" {type(rows).__name__} in a data set with the splits {list(splits)}"
             )
         check_map_style(rows, part)
         key = self.partition_by if part == "train" else None  # others belong to no client
@@ -213,8 +203,8 @@ class Rows(Dataset[Any]):
         self._images = {n for n in self.wanted if isinstance(features[n], image)} - given
         if self.label in self._images:
             raise FederationError(
-                f"the label {self.label!r} is an image: pass label_transform, or with several"
-                " input columns transform, such as PILToTensor of torchvision"
+                f"the label {self.label!r} is an image: pass label_transform, such as PILToTensor"
+                " of torchvision"
             )
         tensors = [name for name in self.wanted if name not in self._images | given]
         self._view = self._view.with_format("torch", tensors, output_all_columns=True)
@@ -234,14 +224,11 @@ class Rows(Dataset[Any]):
         return [self._sample({name: columns[name][i] for name in self.wanted}) for i in rows]
 
     def _sample(self, row: dict[str, Any]) -> Any:
-        if not self.is_pair:
-            return row if self.transform is None else self.transform(row)
-        x = row[self.inputs[0]]
+        if self.label is not None and self.label_transform is not None:
+            row[self.label] = self.label_transform(row[self.label])
+        x = row[self.inputs[0]] if self.is_pair else row
         x = x if self.transform is None else self.transform(x)
-        if self.label is None:
-            return x
-        y = row[self.label]
-        return x, y if self.label_transform is None else self.label_transform(y)
+        return (x, row[self.label]) if self.is_pair and self.label is not None else x
 
     # --- columns as a whole -----------------------------------------------------------------------
 

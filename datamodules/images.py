@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
+from lightning_fl.datamodules.loader import module_dtype
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.errors import FederationError
 from lightning_fl.files import data_root
@@ -59,7 +61,6 @@ class ImageDataModule(FederatedDataModule):
                 )
         self.client_rotations = list(client_rotations)
         self.draws = 3 if check_flag("augment", augment) else 0
-        self._cache: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         super().__init__(train=None, val=None, test=None, **options)
 
     def setup(self, stage: str | None = None) -> None:
@@ -100,8 +101,8 @@ class ImageDataModule(FederatedDataModule):
         x, *rest = batch
         if rest and isinstance(rest[-1], Draws):
             x = self._augmented(x, rest.pop().uniform())
-        dtype = self.module_dtype
-        shift, scale = self._statistics(x.device, dtype)
+        dtype = module_dtype(self.trainer)
+        shift, scale = (_scaled(v, self.white, dtype, x.device) for v in (self.mean, self.std))
         return x.to(dtype).sub_(shift).div_(scale), *rest
 
     def _augmented(self, x: Tensor, uniform: Tensor) -> Tensor:
@@ -110,15 +111,12 @@ class ImageDataModule(FederatedDataModule):
         is_flipped = (uniform[:, 2] < 0.5) & self.flips
         return crop_and_flip(x, top, left, is_flipped, self.crop_padding)
 
-    def _statistics(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Cached, because new tensors would cost two transfers to the device per step.
-        if (device, dtype) not in self._cache:
-            shift, scale = (
-                torch.tensor(v, dtype=dtype, device=device).mul_(self.white)[:, None, None]
-                for v in (self.mean, self.std)
-            )
-            self._cache[device, dtype] = shift, scale
-        return self._cache[device, dtype]
+
+@cache  # a new tensor would cost a transfer to the device in each step
+def _scaled(
+    values: tuple[float, ...], white: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device).mul_(white)[:, None, None]
 
 
 class TorchvisionDataModule(ImageDataModule, ABC):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from lightning_fl.contracts.data import ClientBatches
@@ -87,11 +88,6 @@ class Batches(Dataset[Any]):
             )
         if batch.draws is None:
             return collated
-        if not isinstance(collated, list | tuple):
-            raise FederationError(
-                "a batch with random numbers for augmentation must be a list or a tuple, got"
-                f" {type(collated).__name__}: return a tuple from collate_fn, or set draws to 0"
-            )
         return [*collated, Draws(batch.draws)]
 
     def start_worker(self, worker: int) -> None:
@@ -178,6 +174,14 @@ def round_loader(
         # Without this generator, every loader would draw a seed from the global generator.
         generator=torch.Generator(),
     )
+
+
+def module_dtype(trainer: Trainer | None) -> torch.dtype:
+    """Return the dtype of the module in training; torch's default dtype without a module."""
+    module = None if trainer is None else trainer.lightning_module
+    dtype = torch.get_default_dtype() if module is None else module.dtype
+    assert isinstance(dtype, torch.dtype)  # Lightning's annotation also allows str
+    return dtype
 
 
 def _ignore(message: str) -> None:

@@ -67,9 +67,6 @@ class LoRA(nn.Module):
         check_number("dropout", dropout, min=0, below=1)
         check_integer("seed", seed, min=0)
         check_flag("freeze_a", freeze_a)
-        for name, value in (("target_modules", target_modules), ("train", train)):
-            if isinstance(value, str) or not all(isinstance(item, str) for item in value):
-                raise FederationError(f"{name} must be a list of names, got {value!r:.200}")
         _check_targets(net, target_modules)
         trained = _matching(net, train)
         self.net = _adapted(net, rank, alpha, list(target_modules), dropout, seed)

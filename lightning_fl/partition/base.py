@@ -56,16 +56,10 @@ class Partition(ABC):
         Raises:
             FederationError: If the input or the rule's parameters do not allow such a split.
         """
-        if not isinstance(labels, Tensor) or labels.ndim != 1:
-            got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels)
+        if labels.ndim != 1:
             raise FederationError(
-                f"labels must be a tensor with one number per sample, [N], got {got}: "
-                "pass torch.as_tensor(targets), or argmax(1) of one-hot labels"
-            )
-        if not isinstance(generator, torch.Generator) or generator.device.type != "cpu":
-            raise FederationError(
-                f"generator must be a torch.Generator on the CPU, got {generator!r}: "
-                "pass torch.Generator().manual_seed(seed)"
+                "labels must be a tensor with one number per sample, [N], got shape "
+                f"{tuple(labels.shape)}: pass argmax(1) of one-hot labels"
             )
         check_integer("num_clients", num_clients, min=1)
         if num_clients > len(labels):

@@ -93,36 +93,27 @@ class Manifest:
         what = f"partition manifest {path} (restore it, or create it again)"
         with error_context(what, Exception):  # others' files raise errors of many types
             entries = json.loads(read_text(path))
-            if not isinstance(entries, dict) or entries.get("format") != FORMAT:
+            if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT:
                 raise FederationError(f"format must be {FORMAT!r}")
-            return _parsed(entries)
+            entries["clients"] = [[int(i) for i in indices] for indices in entries["clients"]]
+            entries["class_counts"] = [
+                {int(label): int(count) for label, count in row.items()}
+                for row in entries["class_counts"]
+            ]
+            manifest = cls(**entries)
+            manifest._check()
+            return manifest
 
-
-def _parsed(entries: dict[str, Any]) -> Manifest:
-    """Make a manifest of the entries of a file."""
-    clients = [[int(index) for index in indices] for indices in entries["clients"]]
-    # One tensor: separate tensors for millions of clients would take too much memory.
-    sizes = torch.tensor([len(indices) for indices in clients])
-    samples = torch.tensor([index for indices in clients for index in indices]).long()
-    num_samples = int(entries["num_samples"])
-    if fault := fault_of(samples, sizes, num_samples):
-        raise FederationError(fault)
-    if (digest := _digest(samples, sizes)) != entries["checksum"]:
-        raise FederationError(f"the indices were edited, since their checksum is now {digest}")
-    counts = [
-        {int(label): int(count) for label, count in row.items()} for row in entries["class_counts"]
-    ]
-    if len(counts) != len(sizes):
-        raise FederationError(f"class_counts has {len(counts)} entries for {len(sizes)} clients")
-    return Manifest(
-        rule=str(entries["rule"]),
-        parameters=dict(entries["parameters"]),
-        seed=int(entries["seed"]),
-        num_samples=num_samples,
-        clients=clients,
-        class_counts=counts,
-        checksum=digest,
-    )
+    def _check(self) -> None:
+        # One tensor: separate tensors for millions of clients would take too much memory.
+        sizes = torch.tensor([len(indices) for indices in self.clients])
+        samples = torch.tensor([i for indices in self.clients for i in indices]).long()
+        if fault := fault_of(samples, sizes, int(self.num_samples)):
+            raise FederationError(fault)
+        if _digest(samples, sizes) != self.checksum:
+            raise FederationError("the indices were edited, since their checksum differs")
+        if (rows := len(self.class_counts)) != len(sizes):
+            raise FederationError(f"class_counts has {rows} entries for {len(sizes)} clients")
 
 
 def checksum(parts: Sequence[Tensor]) -> str:

@@ -21,9 +21,8 @@ def plot(
 ) -> Figure:
     """Plot the samples per client and class, below the total and the drift of each client.
 
-    Up to 50 clients are drawn as columns of dots with areas proportional to the counts. More
-    clients are drawn as a heat map. Its colors are proportional to the square root of the counts,
-    like the diameters of the dots. For the drift see :func:`label_drift`.
+    Colors of the heat map are proportional to the square root of the counts. For the drift see
+    :func:`label_drift`.
 
     Args:
         parts: Sample indices of each client.
@@ -40,8 +39,8 @@ def plot(
         >>> from lightning_fl.partition import ByLabel
         >>> labels = torch.arange(10).repeat(6)
         >>> parts = ByLabel()(labels, 10, torch.Generator())
-        >>> plot(parts, labels).axes[1].get_xlabel()
-        'client (largest dot: 6 samples)'
+        >>> plot(parts, labels).axes[0].get_title(loc="left")
+        '10 clients, 60 samples'
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
@@ -61,38 +60,19 @@ def plot(
     owner = torch.arange(num_clients).repeat_interleave(torch.tensor(sizes))
     cells = codes[torch.cat(list(parts))] * num_clients + owner
     table = cells.bincount(minlength=num_classes * num_clients).view(num_classes, -1)
-    counts = table.numpy()
 
-    dots = num_clients <= 50 and num_classes <= 20
     cell, height = min(0.34, 12 / num_clients), min(0.34 * num_classes, 6.8)
     figure = Figure((max(3.5, 1.5 + cell * num_clients), 3.0 + height), layout="constrained")
-    places = figure.add_gridspec(3, 1, height_ratios=[1, 0.6, height])
-    top = figure.add_subplot(places[0])
-    grid = figure.add_subplot(places[2], sharex=top)
-    drift = figure.add_subplot(places[1], sharex=top)
+    top, drift, grid = figure.subplots(3, 1, sharex=True, height_ratios=[1, 0.6, height])
     top.set_title(f"{num_clients} clients, {len(owner)} samples", loc="left", fontsize="medium")
-    top.bar(range(num_clients), sizes, width=0.8 if dots else 1, color="#3b75af")
+    top.bar(range(num_clients), sizes, color="#3b75af")
     top.set_ylabel("samples")
-    drift.bar(
-        range(num_clients), label_drift(table.T).tolist(), width=0.8 if dots else 1, color="#b35c44"
-    )
+    drift.bar(range(num_clients), label_drift(table.T).tolist(), color="#b35c44")
     drift.set(ylabel="drift", ylim=(0, 1))
-    for axes in (top, drift):
-        axes.tick_params(labelbottom=False)
-    if dots:
-        row, column = counts.nonzero()
-        area = (0.92 * 72 * cell) ** 2 * counts[row, column] / counts.max()
-        grid.scatter(column, row, s=area, color="#3b75af", linewidths=0)
-        grid.set_axisbelow(True)
-        grid.grid(color="0.93")
-        grid.set_xlabel(f"client (largest dot: {counts.max()} samples)")
-    else:
-        shade = PowerNorm(0.5, vmin=0)
-        image = grid.imshow(counts, "Blues", shade, aspect="auto", interpolation="nearest")
-        figure.colorbar(image, ax=grid, label="samples", pad=0.01, aspect=30)
-        grid.set_xlabel("client")
-    grid.set_ylabel("class")
-    grid.set(xlim=(-0.6, num_clients - 0.4), ylim=(num_classes - 0.4, -0.6))
+    shade = PowerNorm(0.5, vmin=0)
+    image = grid.imshow(table.numpy(), "Blues", shade, aspect="auto", interpolation="nearest")
+    figure.colorbar(image, ax=grid, label="samples", pad=0.01, aspect=30)
+    grid.set(xlabel="client", ylabel="class")
     step = 1 + num_classes // 32
     grid.set_yticks(range(0, num_classes, step), names[::step])
     ticks = MaxNLocator(min(num_clients + 1, 24), steps=[1, 2, 5, 10], integer=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 
 import numpy as np
@@ -171,10 +170,33 @@ class Dirichlet(Partition):
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""
-        return _dirichlet(labels, num_clients, self.alpha, self.min_size, generator)
+        least, n = self.min_size, len(labels)
+        if num_clients * least > n:
+            raise FederationError(
+                f"{num_clients} clients with min_size={least} need {num_clients * least} samples,"
+                f" but the data has {n}: set min_size to at most {n // num_clients} or num_clients"
+                f" to at most {n // least}"
+            )
+        order, sizes = _by_class(labels, generator)
+        # torch cannot draw gamma variates from a generator.
+        rng = np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
+        shape = (len(sizes), num_clients)
+        # Gamma(a) = Gamma(a + 1) U^(1/a), computed as logarithms relative to the largest U of the
+        # row: for small alpha all plain variates underflow to 0.
+        log_u = -rng.standard_exponential(shape)
+        with np.errstate(over="ignore"):
+            log_u = (log_u - log_u.max(1, keepdims=True)) / self.alpha
+        log_gamma = np.log(rng.standard_gamma(self.alpha + 1, shape)) + log_u
+        shares = np.exp(log_gamma - log_gamma.max(1, keepdims=True)).cumsum(1)
+        # One random offset per class makes the expected counts exactly p_c n_c, even if n_c < K.
+        total = sizes.numpy()[:, None]
+        cuts = np.floor(shares / shares[:, -1:] * total + rng.random((len(sizes), 1)))
+        counts = torch.from_numpy(np.diff(np.minimum(cuts, total), prepend=0, axis=1)).long()
+        owner = torch.arange(num_clients).repeat(len(sizes)).repeat_interleave(counts.flatten())
+        return _top_up(_group(order, owner, num_clients), least, generator)
 
 
-class QuantitySkew(Partition):
+class QuantitySkew(Dirichlet):
     r"""Give clients IID samples of different sizes :math:`N p, p \sim \mathrm{Dir}_K(\alpha)`.
 
     Li et al. (2022, "Federated learning on non-IID data silos", section 4.3).
@@ -195,14 +217,12 @@ class QuantitySkew(Partition):
     splits_by = "samples"
 
     def __init__(self, alpha: float = 1.0, min_size: int = 1) -> None:
-        self.alpha = check_number("alpha", alpha, above=0, hint=CONCENTRATION)
-        self.min_size = check_integer("min_size", min_size, min=1)
+        super().__init__(alpha, min_size)
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""
         # With a single class, the Dirichlet rule varies only the sizes.
-        one_class = torch.zeros(len(labels), dtype=torch.long)
-        return _dirichlet(one_class, num_clients, self.alpha, self.min_size, generator)
+        return super().split(torch.zeros(len(labels), dtype=torch.long), num_clients, generator)
 
 
 class Natural(Partition):
@@ -235,11 +255,10 @@ class Natural(Partition):
             )
         owner = torch.arange(len(keys))
         if num_clients < len(keys):
-            clients = [(0, client) for client in range(num_clients)]
+            samples = np.zeros(num_clients, dtype=np.int64)
             for key in sizes.argsort(descending=True, stable=True).tolist():
-                size, client = clients[0]
-                heapq.heapreplace(clients, (size + int(sizes[key]), client))
-                owner[key] = client
+                owner[key] = client = int(samples.argmin())  # the first of the smallest
+                samples[client] += int(sizes[key])
         return _group(torch.arange(len(labels)), owner[codes], num_clients)
 
 
@@ -256,48 +275,17 @@ def _group(samples: Tensor, owner: Tensor, num_clients: int) -> list[Tensor]:
     return list(samples[owner.argsort(stable=True)].split(sizes.tolist()))
 
 
-def _dirichlet(
-    labels: Tensor, num_clients: int, alpha: float, min_size: int, generator: torch.Generator
-) -> list[Tensor]:
-    """Draw p_c ~ Dir(alpha) for each class c, divide the classes, and enforce `min_size`."""
-    if num_clients * min_size > len(labels):
-        raise FederationError(
-            f"{num_clients} clients with min_size={min_size} need {num_clients * min_size} samples,"
-            f" but the data has {len(labels)}: set min_size to at most"
-            f" {len(labels) // num_clients} or num_clients to at most {len(labels) // min_size}"
-        )
-    order, sizes = _by_class(labels, generator)
-    # torch cannot draw gamma variates from a generator.
-    rng = np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
-    shape = (len(sizes), num_clients)
-    # Gamma(a) = Gamma(a + 1) U^(1/a), computed as logarithms relative to the largest U of the row:
-    # for small alpha all plain variates underflow to 0.
-    log_u = -rng.standard_exponential(shape)
-    with np.errstate(over="ignore"):
-        log_u = (log_u - log_u.max(1, keepdims=True)) / alpha
-    log_gamma = np.log(rng.standard_gamma(alpha + 1, shape)) + log_u
-    shares = np.exp(log_gamma - log_gamma.max(1, keepdims=True)).cumsum(1)
-    # One random offset per class makes the expected counts exactly p_c n_c, even if n_c < K.
-    total = sizes.numpy()[:, None]
-    cuts = np.floor(shares / shares[:, -1:] * total + rng.random((len(sizes), 1)))
-    counts = torch.from_numpy(np.diff(np.minimum(cuts, total), prepend=0, axis=1)).long()
-    owner = torch.arange(num_clients).repeat(len(sizes)).repeat_interleave(counts.flatten())
-    return _top_up(_group(order, owner, num_clients), min_size, generator)
-
-
 def _top_up(parts: list[Tensor], min_size: int, generator: torch.Generator) -> list[Tensor]:
     """Move random samples from the currently largest client to clients below `min_size`."""
     short = [client for client, part in enumerate(parts) if len(part) < min_size]
     if not short:
         return parts
     hands = [part[torch.randperm(len(part), generator=generator)].tolist() for part in parts]
-    largest = [(-len(hand), client) for client, hand in enumerate(hands)]
-    heapq.heapify(largest)
+    sizes = np.array([len(hand) for hand in hands])
     for client in short:
-        while len(hands[client]) < min_size:
-            # Clients below min_size have outdated entries, but never the top one: there are enough
-            # samples, so some client has more than min_size.
-            size, donor = largest[0]
-            heapq.heapreplace(largest, (size + 1, donor))
+        while sizes[client] < min_size:
+            donor = int(sizes.argmax())  # the first of the largest
             hands[client].append(hands[donor].pop())
+            sizes[client] += 1
+            sizes[donor] -= 1
     return [torch.tensor(hand) for hand in hands]

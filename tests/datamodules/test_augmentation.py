@@ -13,7 +13,6 @@ from lightning_fl.datamodules.batches import Draws
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.models import MLPClassifier
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.types import FederationError
 from numbered import batches
 
 
@@ -115,17 +114,6 @@ def test_a_data_module_of_a_user_augments_too(train, num_workers):
     ]
     torch.testing.assert_close(found[1], found[0], atol=1e-12, rtol=0)
     assert not torch.allclose(found[2], found[0])
-
-
-def test_batches_that_are_no_tuples_cannot_be_augmented():
-    def collate(samples):
-        return {"x": torch.stack([x for x, _ in samples])}
-
-    samples = InMemory(torch.randn(40, 3), torch.arange(40) % 3)
-    data = Augmented(samples, num_clients=4, collate_fn=collate)
-    data.setup("fit")
-    with pytest.raises(FederationError, match="a list or a tuple, got dict"):
-        batches(data)
 
 
 def test_only_the_seed_of_the_run_changes_the_numbers(train):

@@ -89,11 +89,6 @@ def test_the_sizes_of_batches_are_those_that_come(
         assert found[:, k].tolist() == sizes
 
 
-def test_passes_differ_in_order():
-    passes = [b.tolist() for b in take(5, torch.arange(20))]
-    assert len({tuple(p) for p in passes}) == 5
-
-
 def test_with_replacement_every_batch_is_drawn_from_all_samples():
     found = take(500, torch.arange(10), 4, replacement=True)
     assert {len(batch) for batch in found} == {4}
@@ -128,13 +123,6 @@ def test_an_epoch_of_a_client_has_these_batches(options, sizes):
         assert set(joined(own)) <= set(part.tolist())
 
 
-@pytest.mark.parametrize("batch_size", [1, 32, None])
-def test_one_sample_is_enough(batch_size):
-    data = federated(numbered(1), num_clients=1, batch_size=batch_size)
-    assert numbers(batches(data)) == [[0]]
-    assert numbers(batches(data, steps=3)) == [[0], [0], [0]]
-
-
 def test_as_many_clients_as_samples_and_no_more():
     assert sorted(joined(numbers(batches(federated(numbered(7), num_clients=7))))) == [*range(7)]
     with pytest.raises(FederationError, match=r"8 clients cannot share 7 samples"):
@@ -154,13 +142,6 @@ def test_a_round_asked_for_twice_has_the_same_batches_and_another_round_has_not(
     assert numbers(batches(data, seed=1)) != first
 
 
-def test_batches_come_client_after_client():
-    data = federated(batch_size=4)
-    owner = {i: client for client, part in enumerate(data.parts) for i in part.tolist()}
-    owners = [{owner[i] for i in batch} for batch in numbers(batches(data))]
-    assert owners == [{client} for client in range(4) for _ in range(4)]
-
-
 def test_adding_a_client_changes_no_batch_of_the_others():
     parts = list(torch.arange(30).split(10))
 
@@ -175,19 +156,6 @@ def test_adding_a_client_changes_no_batch_of_the_others():
     two, three = of([0, 1]), of([2, 1, 0])
     assert two == {client: three[client] for client in (0, 1)}
     assert two[0] != two[1]
-
-
-def test_each_step_of_each_client_has_a_key_of_its_own():
-    data = federated(numbered(40), num_clients=4, batch_size=4)
-    layout = {"group_size": 2, "steps_per_batch": 2}
-    plan = RoundPlan(3, 1, torch.arange(4), torch.tensor([2, 3, 1, 3]), **layout)
-    batches = RoundBatches(plan, data.parts, Batching(4))
-    found = [(batch, step) for batch, step in zip(batches, batches.plan.schedule, strict=True)]
-    for batch, step in found:
-        assert len(batch.keys) == step.steps * len(step.rows)
-        assert len(batch.index) % len(batch.keys) == 0
-    keys = [key for batch, _ in found for key in batch.keys]
-    assert len(set(keys)) == len(keys)
 
 
 @given(n=st.integers(1, 40), size=st.integers(1, 12), world_size=st.integers(1, 4))

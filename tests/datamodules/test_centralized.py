@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
-from numbered import Watch, federated, held, joined, numbered, numbers
+from numbered import Watch, held, joined, numbered
 
 
 def test_without_a_loop_it_is_centralised_training_shuffled_anew_each_epoch(trainer):
@@ -42,10 +42,6 @@ def test_options_of_batches_hold_for_centralised_training(trainer, options, size
     for epoch in module.epochs():
         assert [len(b) for b in epoch] == sizes
         assert options.get("replacement") or len(set(joined(epoch))) == sum(sizes)
-
-
-def test_without_a_trainer_it_can_be_iterated_too():
-    assert sorted(joined(numbers(federated().train_dataloader()))) == list(range(60))
 
 
 def test_after_a_federation_it_is_centralised_again(trainer):

@@ -3,15 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import TensorDataset
-from torchvision.transforms.functional import pil_to_tensor
 
-from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, InMemory
-from lightning_fl.partition import IID
-from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 from numbered import Dicts, Lists, Watch, federated, lists, numbered, numbers
 
@@ -42,65 +37,18 @@ def test_a_test_needs_test_samples():
             loader()
 
 
-def test_too_few_validation_samples_for_the_processes_are_refused():
-    data = federated(val_size=2)
-    data._processes = lambda: (0, 3)
-    with pytest.raises(FederationError, match="2 samples cannot be evaluated by 3 processes"):
-        data.val_dataloader()
-
-
 @pytest.mark.parametrize(
     ("train", "size"),
     [
         (TensorDataset(torch.zeros(9, 2, 3), torch.zeros(9)), 4 * 7),
         (TensorDataset(torch.zeros(9, 5, dtype=torch.uint8), torch.zeros(9)), 4 * 6),
+        (Dicts(), 4 * 2),
+        ([(np.zeros((2, 3)), 0), (np.ones((2, 3)), 1)], 4 * 7),
+        ([("a text", 0)] * 2, 4 * 1),
     ],
 )
 def test_a_sample_takes_the_memory_of_its_numbers(train, size):
     assert federated(train, num_clients=2).sample_bytes == size
-
-
-def test_samples_of_any_shape_take_memory(blobs):
-    assert federated(Dicts(), num_clients=2).sample_bytes == 4 * 2
-    arrays = [(np.zeros((2, 3)), 0), (np.ones((2, 3)), 1)]
-    assert federated(arrays, num_clients=2).sample_bytes == 4 * 7
-
-
-class Graph:
-    """Its ``size`` is a method, as in torch-geometric."""
-
-    def __init__(self, x):
-        self.x = x
-
-    def size(self):
-        return self.x.shape
-
-
-def picture(x):
-    """An image of PIL, whose ``size`` is a tuple."""
-    return Image.fromarray((x * 40 + 120).clamp(0, 255).byte().numpy()[None])
-
-
-@pytest.mark.parametrize("group_size", [None, 4])
-@pytest.mark.parametrize(
-    ("kind", "features"), [(Graph, lambda each: each.x), (picture, pil_to_tensor)]
-)
-def test_samples_of_unknown_size_train(fit, blobs, kind, features, group_size):
-    samples = [(kind(x), y) for x, y in blobs()]
-
-    def collate(batch):
-        return torch.stack([features(x).flatten().double() for x, _ in batch]), torch.stack(
-            [y for _, y in batch]
-        )
-
-    data = FederatedDataModule(
-        samples, partition=IID(), num_clients=4, labels=[0] * len(samples), collate_fn=collate
-    )
-    module = ClientModule(torch.nn.Linear(6, 3)).double()
-    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
-    loop = fit(user, FederatedLoop(policy=Schedule(num_steps=2)), data, rounds=1)
-    assert data.sample_bytes == 4  # of the label
-    assert loop.rows[0]["num_steps"] == 8
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")

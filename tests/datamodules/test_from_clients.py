@@ -43,12 +43,6 @@ def test_each_data_set_is_a_client_in_the_given_order(kind):
     assert data.class_counts.tolist() == [[2, 1], [1, 1]]
 
 
-def test_a_sequence_is_numbered():
-    data = FromClients([tensors(3), tensors(2)], val_size=0)
-    data.setup("fit")
-    assert data.client_names == ["0", "1"]
-
-
 def test_tensors_of_one_shape_become_one_data_set_in_memory():
     data = FromClients([tensors(3), tensors(2)], val_size=0)
     data.setup("fit")
@@ -96,21 +90,9 @@ def test_one_data_set_is_not_a_list_of_clients(clients):
         FromClients(clients)
 
 
-@pytest.mark.parametrize("client", [torch.zeros(3, 1), (torch.zeros(3, 1),), {"x": [0.0]}])
-def test_columns_of_samples_are_no_client(client):
-    with pytest.raises(FederationError, match=r"client 'b' must be .*: use TensorDataset\(x, y\)"):
-        FromClients({"a": tensors(3), "b": client})
-
-
 def test_names_that_are_equal_as_texts_are_refused():
     with pytest.raises(FederationError, match=r"distinct names as texts, got \[1, '1'\]"):
         FromClients({1: tensors(3), "1": tensors(4)})
-
-
-def test_a_list_of_samples_is_a_client():
-    data = FromClients([tensors(3), [(torch.zeros(1), 1)] * 2], val_size=0)
-    data.setup("fit")
-    assert data.num_samples.tolist() == [3, 2]
 
 
 def test_each_client_keeps_a_sample():

@@ -102,12 +102,6 @@ def test_numbers_of_any_type_and_byte_order_are_read(tmp_path, pixels, label):
     assert data.class_counts.tolist() == [[2, 1], [3, 3], [5, 4]]
 
 
-def test_one_field_may_be_a_text(tmp_path):
-    data = FromHDF5(written(tmp_path / "train.h5"), fields="pixels", val_size=0)
-    data.setup("fit")
-    assert data.train[0].shape == (4,)
-
-
 def test_only_the_first_clients_are_read(tmp_path):
     data = FromHDF5(written(tmp_path / "train.h5"), max_clients=2, val_size=0)
     data.setup("fit")

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import sys
 
 import numpy as np
 import pytest
@@ -18,12 +17,10 @@ from lightning_fl.datamodules import (
     Digits,
     FashionMNIST,
     ImageDataModule,
-    TorchvisionDataModule,
 )
 from lightning_fl.datamodules.speech_commands import SpeechCommands
 from lightning_fl.datamodules.spoken_digits import SpokenDigits
 from lightning_fl.objectives import ClientModule
-from lightning_fl.partition import ByLabel
 from lightning_fl.types import FederationError
 
 
@@ -78,18 +75,6 @@ def test_the_test_digits_are_the_same_for_all_seeds_and_the_clients_are_not():
     assert one.test.tensors[1].bincount().min() >= 34
 
 
-def test_options_of_images_are_those_of_any_data():
-    options = {"partition": ByLabel(2), "num_clients": 5, "batch_size": None, "seed": 3}
-    data = loaded(Digits, val_size=100, eval_batch_size=50, **options)
-    assert len(data.parts) == 5
-    assert len(data.val) == 100
-    assert [len(y) for _, y in data.val_dataloader()] == [50, 50]
-    options = {"replacement": True, "drop_last": True}
-    assert vars(Digits(**options)).items() >= options.items()
-    with pytest.raises(FederationError, match="val_size must be"):
-        Digits(val_size=-1)
-
-
 # --- normalization --------------------------------------------------------------------------------
 
 
@@ -141,19 +126,6 @@ def test_batches_have_the_modules_dtype(trainer, options, dtype):
     assert all(abs(mean) < 0.05 for _, mean in module.given)
 
 
-def test_a_module_that_was_made_double_gets_double(trainer):
-    module, data = Types().double(), Digits()
-    trainer(False).test(module, datamodule=data, verbose=False)
-    assert {found for found, _ in module.given} == {torch.float64}
-
-
-def test_statistics_are_made_once_for_a_device_and_dtype():
-    data = Digits()
-    first = data._statistics(torch.device("cpu"), torch.float32)
-    assert data._statistics(torch.device("cpu"), torch.float32)[0] is first[0]
-    assert data._statistics(torch.device("cpu"), torch.float64)[0].dtype == torch.float64
-
-
 # --- torchvision's layout, made here --------------------------------------------------------------
 
 LAYOUTS = {
@@ -190,13 +162,6 @@ def test_missing_files_are_an_error_that_names_download(tmp_path, kind):
     words = rf"{kind.__name__} was not found in root='{tmp_path}': .*download=true"
     with pytest.raises(FederationError, match=words):
         loaded(kind, str(tmp_path))
-
-
-def test_a_missing_batch_is_missing_data(tmp_path):
-    cifar_layout(tmp_path)
-    (tmp_path / "cifar-10-batches-py" / "data_batch_3").unlink()
-    with pytest.raises(FederationError, match="CIFAR10 was not found in root"):
-        loaded(CIFAR10, str(tmp_path))
 
 
 class Payload:
@@ -254,23 +219,6 @@ def test_a_download_asks_for_both_parts_and_only_where_it_is_wanted(monkeypatch,
     assert asked == []
     kind("somewhere", download=True).prepare_data()
     assert asked == [("somewhere", True, True), ("somewhere", False, True)]
-
-
-def test_a_downloaded_cifar_is_checked(tmp_path, monkeypatch):
-    cifar_layout(tmp_path)
-
-    def no_network(*_, **__):
-        raise ConnectionError("it would be fetched again")
-
-    module = sys.modules[torchvision.datasets.CIFAR10.__module__]
-    monkeypatch.setattr(module, "download_and_extract_archive", no_network)
-    with pytest.raises(ConnectionError, match="fetched again"):
-        CIFAR10(str(tmp_path), download=True).prepare_data()
-
-
-def test_a_child_says_how_to_open_its_data():
-    with pytest.raises(TypeError, match="open"):
-        TorchvisionDataModule()
 
 
 # --- the real data --------------------------------------------------------------------------------

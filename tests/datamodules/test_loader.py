@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
-    DataLoader,
     Dataset,
     Subset,
     TensorDataset,
     default_collate,
     get_worker_info,
 )
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules import loader as loader_module
@@ -77,11 +75,6 @@ def test_samples_may_be_dictionaries():
 def test_getitems_is_called_once_a_batch():
     data = federated(Fetches(), batch_size=4)
     assert len(batches(data)) == data.train.calls == 16
-
-
-def test_a_collate_function_of_ones_own_makes_the_batches():
-    data = federated(Lists(), batch_size=4, collate_fn=lambda rows: {"n": len(rows)})
-    assert batches(data)[0] == {"n": 4}
 
 
 def work(data, num_steps, **layout):
@@ -222,11 +215,9 @@ def test_random_transforms_differ_between_samples_rounds_and_batches_but_not_in_
 
 
 def test_a_batchs_key_is_its_stream():
-    data = Batches(Noisy(), default_collate, seed=4)
-    batch = data.__getitems__([8, 9])
+    batch = Batches(Noisy(), default_collate, seed=4).__getitems__([8, 9])
     with seeded_rng(derive_seed(4, RandomStream.EVALUATION_SAMPLES, 8)):
         assert batch[0].tolist() == [8 + torch.rand(()).item(), 9 + torch.rand(()).item()]
-    assert len(data) == 60
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -237,24 +228,6 @@ def test_loaders_draw_nothing_from_the_global_generators(workers):
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1] == before[1]).all()
     assert random.getstate() == before[2]
-
-
-def test_the_iterator_of_this_process_gives_what_torchs_gives():
-    data = federated(batch_size=4)
-    data.plan = lambda: plan(data)
-    loader = data.train_dataloader()
-    assert numbers(loader) == numbers(DataLoader.__iter__(loader))
-    assert not isinstance(iter(loader), _BaseDataLoaderIter)
-
-
-def test_a_loader_has_no_state_of_its_own():
-    data = federated(batch_size=4)
-    data.plan = lambda: plan(data)
-    loader = data.train_dataloader()
-    assert loader.state_dict() == {}
-    before = numbers(loader)
-    loader.load_state_dict({})
-    assert numbers(loader) == before
 
 
 @pytest.mark.parametrize(
@@ -290,12 +263,6 @@ def test_local_steps_are_those_of_the_batch_whoever_fetches_others():
         assert found == [row[:2], row[2:4], row[4:]]
 
 
-def test_any_samples_are_evaluated_from_memory():
-    loader = federated().evaluation_loader(numbered(5))
-    assert isinstance(loader.dataset.data, InMemory)
-    assert numbers(loader) == [[0, 1, 2, 3, 4]]
-
-
 class Corrupt(Dataset):
     """Samples of blobs, some of which cannot be read."""
 
@@ -319,12 +286,11 @@ def drop_corrupt(samples):
 @pytest.mark.parametrize(
     ("wrap", "options", "loader"),
     [
-        (lambda m: m, {}, {}),
         (lambda m: m, {}, {"num_workers": 1}),
         (lambda m: m, {"profiler": "simple"}, {}),
         (lambda m: VectorizedClients(m, 2, compile=False), {}, {}),
     ],
-    ids=["lean", "workers", "hooks", "vectorized"],
+    ids=["workers", "hooks", "vectorized"],
 )
 def test_a_batch_that_is_none_is_refused(fit, foreign, data, blobs, wrap, options, loader):
     samples = Corrupt(blobs(12), ())
@@ -350,8 +316,7 @@ class Unreadable(Corrupt):
 
 
 @pytest.mark.filterwarnings("ignore:.*one client after another")
-@pytest.mark.parametrize("group_size", [None, 3])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("group_size", "workers"), [(None, 0), (3, 1)])
 def test_a_sample_that_cannot_be_read_is_named_with_its_client(
     fit, foreign, data, blobs, group_size, workers
 ):
@@ -368,11 +333,6 @@ def test_a_sample_that_cannot_be_read_is_named_with_its_client(
     text = "\n".join([str(raised.value), *raised.value.__notes__])
     assert re.search(r"While reading the samples \[\d+\], of client 1 in local step \d", text)
     assert int(text.split("samples [")[1].split("]")[0]) in corrupt
-
-
-def test_batches_without_corrupt_samples_train(fit, foreign, data, blobs):
-    samples = Corrupt(blobs(12), {0})
-    fit(foreign(), datamodule=data(samples, num_clients=1, batch_size=6, collate_fn=drop_corrupt))
 
 
 def test_batches_of_validation_are_refused_too(data, blobs):

@@ -18,9 +18,9 @@ def test_a_batch_has_a_sample_at_least(name, size):
         FederatedDataModule(numbered(), **{name: size})
 
 
-@pytest.mark.parametrize("val_size", [-1, 1.0, 1.5, -0.1, float("nan")])
+@pytest.mark.parametrize("val_size", [-1, -0.1, float("nan")])
 def test_a_val_size_out_of_range_is_refused(val_size):
-    words = rf"(in \[0, 1\)|at least 0), got {val_size}: pass a fraction in .* number of samples"
+    words = f"at least 0, got {val_size}: pass a fraction in .* number of samples"
     with pytest.raises(FederationError, match=words):
         FederatedDataModule(numbered(), val_size=val_size)
 
@@ -38,8 +38,8 @@ def test_a_val_size_out_of_range_is_refused(val_size):
         ({"seed": -1}, "seed must be an integer of at least 0, or None, got -1"),
         ({"val_size": "a"}, "got 'a': pass a fraction in .* or a number of samples"),
         ({"val_size": None}, "got None: pass a fraction in"),
-        ({"partition": IID}, r"partition must be a Partition, such as IID\(\), .* got <class"),
-        ({"partition": "IID"}, "partition must be a Partition, .* got 'IID'"),
+        ({"partition": IID}, r"partition must be a rule, such as IID\(\), got <class"),
+        ({"partition": "IID"}, "partition must be a rule, .* got 'IID'"),
     ],
 )
 def test_an_option_of_the_wrong_type_is_refused_by_name(options, words):

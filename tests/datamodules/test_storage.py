@@ -6,17 +6,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fl.datamodules import FederatedDataModule, InMemory
-from lightning_fl.partition import Natural
 from lightning_fl.types import FederationError
 from numbered import batches, federated, numbered, numbers
-
-
-def test_tensors_in_memory_have_one_length():
-    with pytest.raises(FederationError, match=r"same length, got lengths \[3, 4\]"):
-        InMemory(torch.zeros(3), torch.zeros(4))
-    with pytest.raises(FederationError, match=r"same length, got lengths \[\]"):
-        InMemory()
-    assert InMemory(torch.arange(3))[1] == (torch.tensor(1),)
 
 
 def test_memory_of_a_fetch_is_used_again_where_that_is_allowed():
@@ -106,11 +97,6 @@ def test_columns_are_refused_with_the_remedy(name, columns):
         data.setup()
 
 
-def test_a_list_of_samples_is_a_data_set():
-    for samples in ([torch.zeros(3)] * 8, [(torch.zeros(3), 1)] * 8):
-        assert len(federated(numbered(), val=samples).val) == len(samples)
-
-
 @pytest.mark.parametrize("name", ["train", "val", "test"])
 def test_an_empty_data_set_is_refused_by_name(name):
     data = FederatedDataModule(**{"train": numbered(), name: numbered(0)})
@@ -121,12 +107,3 @@ def test_an_empty_data_set_is_refused_by_name(name):
 def test_held_out_samples_stay_in_memory():
     assert isinstance(federated(val_size=6).val, InMemory)
     assert isinstance(federated(Own(*numbered().tensors), val_size=6).val, Subset)
-
-
-def test_keys_of_a_tensor_data_set_make_natural_clients():
-    data = TensorDataset(torch.arange(12.0), torch.arange(12) % 2)
-    data.keys = ["b", "a", "c"] * 4
-    federated = FederatedDataModule(data, partition=Natural(), num_clients=None, val_size=0)
-    federated.setup("fit")
-    expected = [[1, 4, 7, 10], [0, 3, 6, 9], [2, 5, 8, 11]]
-    assert [part.tolist() for part in federated.parts] == expected

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_fl.models import (
     CharLSTM,
@@ -90,26 +89,6 @@ def test_images_become_ten_logits(net, shape):
     assert (logits < 0).any()  # no ReLU at the end
     # One sample does not know of the others.
     torch.testing.assert_close(net(x[1:2]), logits[1:2])
-
-
-def test_sizes_are_arguments():
-    assert MLPClassifier([4, 3]).get_parameter("1.weight").shape == (3, 4)
-    net = FashionCNN(width=3, hidden=7, num_classes=5)
-    shapes = [tuple(p.shape) for p in net.parameters() if p.ndim > 1]
-    assert shapes == [(3, 1, 3, 3), (6, 3, 3, 3), (7, 6 * 25), (5, 7)]
-    net = CifarCNN(width=3, hidden=7, num_classes=5, in_channels=2)
-    shapes = [tuple(p.shape) for p in net.parameters() if p.ndim > 1]
-    assert shapes == [(3, 2, 5, 5), (6, 3, 5, 5), (7, 6 * 64), (5, 7)]
-
-
-@pytest.mark.parametrize("make", [CifarCNN, FashionCNN, lambda: MLPClassifier([784, 10])])
-def test_a_network_depends_on_the_seed_alone(make):
-    nets = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        nets.append(make())
-    a, b = (nn.utils.parameters_to_vector(net.parameters()) for net in nets)
-    assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(

