@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from lightning_fl.datamodules.storage import keys_of
+from lightning_fl.datamodules.storage import InMemory, keys_of
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.partition import Manifest, Partition, checksum
@@ -160,16 +160,26 @@ def labels_of(data: Any) -> Tensor | None:
 
 
 def samples_checksum(data: Any, labels: Tensor | None) -> str:
-    """Return a checksum of the number of samples and of their labels, in order.
+    """Return a checksum of the labels of samples, and of the indices of a ``Subset``, in order.
+
+    It tells whether samples have the same indices as before, as far as that is known without
+    reading them.
 
     Args:
         data: Training samples.
         labels: Their labels; None if labels are unknown.
     """
     digest = hashlib.sha256(str(len(data)).encode())
-    if labels is not None:
-        exact = labels.double() if labels.is_floating_point() else labels
-        digest.update(exact.detach().numpy().tobytes())
+    known, part = [labels], data
+    while isinstance(part, Subset):
+        known.append(torch.as_tensor(part.indices))
+        part = part.dataset
+    if isinstance(part, InMemory) and part.indices is not None:
+        known.append(torch.as_tensor(part.indices))
+    for values in known:
+        if values is not None:
+            exact = values.double() if values.is_floating_point() else values
+            digest.update(exact.detach().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -33,6 +33,8 @@ class InMemory(TensorDataset):
         #: Key of each sample for ``Natural``, and names of keys that are indices; None if unknown.
         self.keys: Any = None
         self.key_names: Sequence[str] | None = None
+        #: Indices of the samples in the data set from which they were copied, if they were.
+        self.indices: Sequence[int] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -114,6 +116,7 @@ def in_memory(data: Any, name: str) -> Any:
     if type(data) is Subset and type(data.dataset) is TensorDataset:
         samples = InMemory(*(t[torch.as_tensor(data.indices)] for t in data.dataset.tensors))
         samples.keys, samples.key_names = keys_of(data)
+        samples.indices = data.indices
         return samples
     if type(data) is not TensorDataset:  # subclasses may change their samples
         return data

@@ -410,3 +410,15 @@ def test_a_stream_needs_a_sample_a_step(blobs):
         data.setup("fit")
     with pytest.raises(FederationError, match="stream_steps must be an integer of at least 1"):
         FederatedDataModule(blobs(), stream_steps=0)
+
+
+def test_a_manifest_of_other_data_is_refused(tmp_path):
+    federated(val_size=0.25).manifest().write(tmp_path / "split.json")
+    rule = FromManifest(tmp_path / "split.json")
+    with pytest.raises(FederationError, match="is for 60 samples, but the run has 61"):
+        federated(numbered(61), partition=rule)
+    with pytest.raises(FederationError, match="is for 4 clients, but the run has 5"):
+        federated(partition=rule, num_clients=5)
+    x, y = numbered().tensors
+    with pytest.raises(FederationError, match=r"gives client \d the classes"):
+        federated(TensorDataset(x, y.sort().values), partition=rule)
