@@ -273,3 +273,8 @@ def test_a_window_of_another_run_is_refused():
         rule.start(torch.zeros(2))
     with pytest.raises(FederationError, match="set window to"):
         rules[1].load_state_dict(rules[0].state_dict())
+
+
+def test_the_published_constants_are_the_defaults():
+    rule = FedPIDAvg()
+    assert (rule.alpha, rule.beta, rule.window, rule.clamp) == (0.45, 0.45, 6, False)
