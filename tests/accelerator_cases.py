@@ -387,7 +387,7 @@ def count(tmp_path, wrap, make):
 
 
 def watched(user):
-    return Watched(user, CLIENTS, FEW, compile=False)
+    return Watched(user, CLIENTS, compile=False)
 
 
 @pytest.mark.parametrize(

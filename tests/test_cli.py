@@ -417,10 +417,6 @@ def test_every_config_opens_with_its_command_and_its_result(config):
             ["--federation.aggregator=FedAvgM", "--federation.aggregator.lr=-1"],
             "lr must be a finite number of at least 0, got -1",
         ),
-        (
-            ["--federation.aggregator=Gossip", "--federation.aggregator.num_clients=4"],
-            "num_clients=4, the federation has 10",
-        ),
         (["--model.init_args.net.init_args.sizes=[65,10]"], "does not accept samples of shape"),
         (["--model.init_args.net.init_args.sizes=[64]"], "sizes must be"),
         (

@@ -41,6 +41,11 @@ NOT_OF_A_FEDERATION = (
 )
 #: Attribute of rules that have ended a round.
 HAS_RUN = "_has_run"
+#: What is compared, in words.
+IN_WORDS = {
+    "checksum": "split of the data over clients, as a checksum,",
+    "exchanged": "number of exchanged parameter values",
+}
 #: Remedies if a checkpoint belongs to another federation; others are to restore the original.
 REMEDIES = {
     "seed": "set seed_everything to the value in the checkpoint",
@@ -241,7 +246,7 @@ class Resume:
             if (was := state[what]) != now:
                 remedy = REMEDIES.get(what, f"restore the original {what}")
                 raise FederationError(
-                    f"it belongs to another federation: its {what} is"
+                    f"it belongs to another federation: its {IN_WORDS.get(what, what)} is"
                     f" {was!s:.100}, here it is {now}. To resume, {remedy}; to start a new run,"
                     " remove ckpt_path"
                 )

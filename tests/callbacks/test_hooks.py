@@ -731,7 +731,7 @@ def test_an_exception_of_vectorized_clients_names_them(fit, foreign, data):
     module.training_step = fail
     with pytest.raises(ZeroDivisionError) as caught:
         fit(VectorizedClients(module, 2, compile=False), FederatedLoop(seed=1), data(), rounds=50)
-    where = r"--vectorize=null .* In round \d+, clients \d, \d, local steps (1 to 2|3 to 4)"
+    where = r"--vectorize=null .* In round \d+, clients \d, \d, local steps \d to \d"
     assert re.search(f"{where}$", notes(caught))
 
 
@@ -857,9 +857,8 @@ def test_a_fit_without_a_loop_says_that_it_is_no_federation(linear, data, tmp_pa
         log_every_n_steps=1,
         **options,
     )
-    with pytest.warns(UserWarning, match=r"no FederatedLoop.*callbacks=\[FederatedLoop") as found:
+    with pytest.warns(UserWarning, match=r"no FederatedLoop.*callbacks=\[FederatedLoop"):
         runner.fit(linear(), datamodule=data(regression(), val=regression(9)))
-    assert sum("no FederatedLoop" in str(each.message) for each in found) == 1
 
 
 class Weighted(L.LightningModule):

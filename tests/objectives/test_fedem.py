@@ -233,7 +233,7 @@ def test_clients_of_two_kinds_find_their_component(fit, groups, rule):
         torch.manual_seed(0)
         net = nn.Linear(2, 2)
         module = FedEM(net, 2, sgd) if name == "fedem" else ClientModule(net, optimizer=sgd)
-        together = VectorizedClients(module.double(), 6, 4, compile=False)  # to be quick
+        together = VectorizedClients(module.double(), 6, compile=False)  # to be quick
         callback = PersonalizedEvaluation(steps=0)
         aggregator = rule if name == "fedem" else None
         loop = FederatedLoop(aggregator=aggregator, policy=Schedule(local_epochs=1), seed=0)
