@@ -36,10 +36,11 @@ def normalized(data):
     Of what becomes of each value of a pixel, weighted by how often it occurs.
     """
     images = data.load(train=True).tensors[0]
-    values = torch.arange(images.max() + 1, dtype=torch.uint8).expand(images.shape[1], -1)
+    values = torch.arange(int(images.max()) + 1, dtype=torch.uint8).expand(images.shape[1], -1)
     (x,) = data.on_after_batch_transfer((values[None, :, None],), 0)
-    share = torch.stack([channel.flatten().bincount() for channel in images.unbind(1)]).double()
-    share, x = share / share.sum(1, keepdim=True), x[0, :, 0].double()
+    channels = images.transpose(0, 1).flatten(1)
+    count = torch.stack([channel.bincount(minlength=values.shape[1]) for channel in channels])
+    share, x = count.double() / channels.shape[1], x[0, :, 0].double()
     mean = (share * x).sum(1)
     return mean, ((share * x.square()).sum(1) - mean.square()).sqrt()
 
