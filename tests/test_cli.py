@@ -411,8 +411,8 @@ def test_every_config_opens_with_its_command_and_its_result(config):
             "lr must be a finite number of at least 0, got -1",
         ),
         (
-            ["--federation.aggregator=Gossip", "--federation.aggregator.num_clients=4"],
-            "num_clients=4, the federation has 10",
+            ["--federation.aggregator=Gossip", "--federation.aggregator.mixing_matrix=[[1.0]]"],
+            "mixing_matrix has 1 clients, the federation has 10",
         ),
         (["--model.init_args.net.init_args.sizes=[65,10]"], "does not accept samples of shape"),
         (
