@@ -42,7 +42,6 @@ LONGEST = (
     "test_federations",
     "test_accelerator",
     "test_cli",
-    "test_configs",
     "test_module",
     "test_docs",
 )

@@ -8,7 +8,6 @@ import time
 import warnings
 from functools import wraps
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from lightning_fl.cli.federated import FederatedCLI
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.files import FolderLock
 from lightning_fl.partition import Manifest
-from lightning_fl.report.run import version_folders
+from lightning_fl.report.run import read_run, version_folders
 from lightning_fl.types import FederationError
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +85,6 @@ SHIPPED = (
     *("fit", "--config", DIGITS),
     *("--trainer.max_epochs=2", "--trainer.enable_model_summary=false"),
 )
-BORING = "lightning.pytorch.demos.boring_classes"
 FIT = (*SHIPPED, "--federation.policy.init_args.num_steps=2")
 
 
@@ -180,18 +178,21 @@ def test_a_fit_that_fails_leaves_alone_what_another_run_has_begun(cli, tmp_path,
 
 def test_the_other_commands_read_the_last_checkpoint(cli, tmp_path):
     cli(*SHIPPED, "--trainer.max_epochs=1")
+    run = tmp_path / "runs" / "digits" / "version_0"
     out = cli("test", "--config", DIGITS)
     assert "test_acc" in out
     out = cli("validate", "--config", DIGITS, "--ckpt_path=null")  # not random parameters
-    last = float(rounds(tmp_path / "runs" / "digits" / "version_0")[-1]["val_acc"])
+    last = float(rounds(run)[-1]["val_acc"])
     assert str(last)[:8] in out
     Path("elsewhere").mkdir()
     Path("runs/digits/version_0/last.ckpt").rename("elsewhere/x.ckpt")
+    config = (run / "config.yaml").read_bytes()
     out = cli("predict", "--config", DIGITS, "--ckpt_path=elsewhere/x.ckpt")
+    assert (run / "config.yaml").read_bytes() == config
     assert "Written to elsewhere/predictions.pt" in out
     assert sum(map(len, torch.load("elsewhere/predictions.pt"))) == 359
     # They write nothing else.
-    assert len(list((tmp_path / "runs" / "digits" / "version_0").glob("csv/*"))) == 1
+    assert len(list(run.glob("csv/*"))) == 1
 
 
 def test_a_test_leaves_the_config_of_the_fit_alone(cli, tmp_path):
@@ -201,8 +202,6 @@ def test_a_test_leaves_the_config_of_the_fit_alone(cli, tmp_path):
     assert "CoordinateMedian" in before.decode()
     with pytest.warns(UserWarning, match="options of the test differ from the fit: data"):
         out = cli("test", "--config", DIGITS, "--data.init_args.batch_size=16")
-    cli("validate", "--config", DIGITS)
-    cli("predict", "--config", DIGITS)
     assert (run / "config.yaml").read_bytes() == before
     found = json.loads((run / "test.json").read_text())
     assert str(found["metrics"]["test_acc"])[:8] in out
@@ -221,11 +220,10 @@ def test_a_test_leaves_the_config_of_the_fit_alone(cli, tmp_path):
     other = tmp_path / "runs" / "digits" / "version_1"
     for name in ("rounds.csv", "config.yaml"):
         assert (other / name).read_bytes() == (run / name).read_bytes()
-    for folder in (other, run):  # the run of the config, not the newest
-        (run / "test.json").unlink(missing_ok=True)
-        cli("test", "--config", folder / "config.yaml")
-        found = json.loads((folder / "test.json").read_text())
-        assert (found["differing options"], len(found["metrics"])) == ({}, 2)
+    (run / "test.json").unlink()
+    cli("test", "--config", run / "config.yaml")  # the run of the config, not the newest
+    found = json.loads((run / "test.json").read_text())
+    assert (found["differing options"], len(found["metrics"])) == ({}, 2)
     out = cli(
         *("fit", "--config", run / "config.yaml"), "--trainer.max_epochs=2", "--ckpt_path=last"
     )
@@ -250,7 +248,7 @@ def test_a_resumed_fit_leaves_the_config_of_the_first_alone(cli, tmp_path):
     before = (run / "config.yaml").read_bytes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other options
-        for min_clients, max_epochs in ((1, 1), (3, 2), (5, 3), (5, 3)):
+        for min_clients, max_epochs in ((1, 1), (3, 2), (5, 3)):
             options = [f"--federation.min_clients={min_clients}", "--ckpt_path=last"]
             cli(*FIT, *options, f"--trainer.max_epochs={max_epochs}")
     assert (run / "config.yaml").read_bytes() == before
@@ -258,9 +256,9 @@ def test_a_resumed_fit_leaves_the_config_of_the_first_alone(cli, tmp_path):
     assert [found["federation"]["min_clients"] for found in later] == [3, 5]
     assert later[0]["ckpt_path"].endswith("version_0/last.ckpt")
     assert not (run / "config_resumed_3.yaml").exists()
-    cli("report", "runs/digits/version_0")
-    page = (run / "report.html").read_text()
-    assert "was resumed with federation.min_clients=3 (config_resumed_1.yaml)" in page
+    assert (
+        read_run(run).resumed[0] == "resumed with federation.min_clients=3 (config_resumed_1.yaml)"
+    )
 
 
 def test_loggers_get_the_hyperparameters_and_one_row_per_round(cli, tmp_path):
@@ -406,26 +404,20 @@ def test_every_config_opens_with_its_command_and_its_result(config):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--federation.clients_per_round=0"], "clients_per_round must be"),
         (["--federation.client_fraction=1.5"], "got 1.5"),
         (["--federation.aggregator=FedAvgg"], "FedAvgg"),
-        (
-            ["--federation.policy.init_args.lr=-1"],
-            "lr must be a finite number greater than 0, or None, got -1",
-        ),
         (
             ["--federation.aggregator=FedAvgM", "--federation.aggregator.lr=-1"],
             "lr must be a finite number of at least 0, got -1",
         ),
+        (
+            ["--federation.aggregator=Gossip", "--federation.aggregator.mixing_matrix=[[1.0]]"],
+            "mixing_matrix has 1 clients, the federation has 10",
+        ),
         (["--model.init_args.net.init_args.sizes=[65,10]"], "does not accept samples of shape"),
-        (["--model.init_args.net.init_args.sizes=[64]"], "sizes must be"),
         (
             ["--model.init_args.terms+=Proximal", "--model.init_args.terms.init_args.mu=-1"],
             "mu must be",
-        ),
-        (
-            ["--data.init_args.partition=Dirichlet", "--data.init_args.partition.alpha=-1"],
-            "alpha must be",
         ),
         (["--federation.nonsense=1"], "--federation.nonsense"),
         (["--max_epochs=1"], "--max_epochs is not an option: use --trainer.max_epochs"),
@@ -433,17 +425,14 @@ def test_every_config_opens_with_its_command_and_its_result(config):
         (["--config=nowhere.yaml"], "nowhere.yaml"),
         (["--config={trainer: null}"], "trainer is empty in the configuration"),
         (["--threads=0"], "threads"),
-        (["--vectorize=many"], "vectorize"),
         (["--vectorize.group_size=0"], "group_size"),
         (["--vectorize.width=3"], "width"),
         (["--data.init_args.num_clients=5000"], "5000 clients cannot share 1294 samples"),
         (["--trainer.limit_train_batches=3"], "use Schedule(num_steps=...)"),
-        (["--ckpt_path=nowhere.ckpt"], "checkpoint nowhere.ckpt is not a file"),
         (["--ckpt_path=."], "checkpoint . is not a file: set --ckpt_path to a file or last"),
         (["--data=MNIST", "--data.init_args.root=nowhere"], "download=true"),
         (["--trainer.strategy=client_paralel"], "client_paralel"),
         (["--seed_everything=-1"], "-1 is not in bounds"),
-        (["--federation.seed=-1"], "seed must be an integer of at least 0, or None, got -1"),
         (["--data.init_args.seed=-1"], "seed must be an integer of at least 0, or None, got -1"),
     ],
 )
@@ -461,11 +450,7 @@ def test_a_users_mistake_ends_with_a_message_and_leaves_nothing(cli, tmp_path, a
     ("write", "message"),
     [
         (lambda path: torch.save({"state_dict": {}}, path), "not a checkpoint of Lightning"),
-        (lambda path: torch.save([1, 2], path), "not a checkpoint of Lightning"),
-        (lambda path: torch.save(torch.ones(3), path), "not a checkpoint of Lightning"),
-        (lambda path: torch.save(print, path), "holds more than data"),
         (lambda path: path.write_text("hello"), "damaged, or not a checkpoint"),
-        (lambda path: ZipFile(path, "w").writestr("a", "b"), "damaged, or not a checkpoint"),
     ],
 )
 def test_a_file_that_is_no_checkpoint_is_an_error(cli, tmp_path, write, message):
@@ -501,13 +486,6 @@ def test_a_checkpoint_of_another_model_or_federation_is_an_error(cli, fitted):
         *FIT, *last, "--data.init_args.partition=IID", expect=2
     )
     assert len(rounds(fitted)) == 2
-
-
-def test_a_damaged_checkpoint_is_an_error(cli, fitted):
-    path = fitted / "last.ckpt"
-    for damage in (path.read_bytes()[:5000], b"not a checkpoint"):
-        path.write_bytes(damage)
-        assert "last.ckpt is damaged" in cli("test", "--config", DIGITS, expect=2)
 
 
 # --- in processes of their own --------------------------------------------------------------------

@@ -133,13 +133,3 @@ def test_every_relative_link_leads_somewhere():
     for page in DOCS.rglob("*.md"):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page} links to {target}"
-
-
-def test_every_included_part_is_found():
-    """Sphinx reports it, too, but not if it reads only the pages that changed."""
-    for page in DOCS.rglob("*.md"):
-        parts = re.findall(r"{include} (\S+)\n(.*?)```", page.read_text(), re.DOTALL)
-        for target, options in parts:
-            included = (page.parent / target).read_text()
-            for mark in re.findall(r':(?:start-after|end-before): "(.*)"', options):
-                assert mark in included, f"{page} looks for {mark!r} in {target}"

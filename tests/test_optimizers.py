@@ -14,7 +14,7 @@ from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import ParameterGroup
 from lightning_fl.objectives.parameter_groups import split_groups
 from lightning_fl.optimizers import Adaptive, Combined, PFedMe
-from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
 
@@ -171,40 +171,6 @@ def test_many_inner_steps_find_the_proximal_point():
     point = (2 * -1 + 3 * 2) / 5
     assert optimizer.state[w]["theta"].item() == pytest.approx(point, abs=1e-12)
     assert w.item() == pytest.approx(2 - 3 * (2 - point), abs=1e-12)
-
-
-@pytest.mark.parametrize("keep", ["reset", "keep"])
-@pytest.mark.parametrize("group_size", [1, 3])
-def test_vectorized_pfedme_equals_sequential_pfedme(fit, blobs, flat, group_size, keep):
-    """Rates and steps of each client, personal models that stay, and the logged figures."""
-
-    class PerClient(HyperparameterPolicy):
-        def sample(self, round, clients):
-            return {"num_steps": 1 + clients % 3, "lr": 0.01 * (1 + clients.double())}
-
-    def run(group_size):
-        torch.manual_seed(0)
-        make = functools.partial(PFedMe, personal_lr=0.05, lam=2.0, inner_steps=3)
-        net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-        module = ClientModule(net, optimizer=make).double()
-        data = FederatedDataModule(blobs(96), num_clients=4, batch_size=10, seed=1)
-        loop = FederatedLoop(policy=PerClient(), seed=0, optimizer_state=keep)
-        user = (
-            module if group_size is None else VectorizedClients(module, group_size, compile=False)
-        )
-        fit(user, loop, data, rounds=3)
-        return flat(module), loop
-
-    (plain, expected), (found, loop) = run(None), run(group_size)
-    torch.testing.assert_close(found, plain, atol=1e-12, rtol=0)
-    for row, wanted in zip(loop.rows, expected.rows, strict=True):
-        assert row["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-6)
-    for client in range(4):
-        one, other = expected.store.get(client), loop.store.get(client)
-        assert one.keys() == other.keys()
-        assert bool(one) == (keep == "keep")
-        for name in one:
-            torch.testing.assert_close(one[name], other[name], atol=1e-12, rtol=0)
 
 
 def test_a_round_of_pfedme_is_the_algorithm(fit, linear, blobs):

@@ -98,23 +98,6 @@ def wheel(request, tmp_path_factory):
     return build(source, tmp_path_factory.mktemp("wheel"), "--wheel")
 
 
-def test_every_folder_with_an_init_is_listed_as_a_package():
-    inits = (Path(module) for module in modules() if module.endswith("__init__.py"))
-    folders = {".".join(init.parent.parts) for init in inits}
-    of_configs = {path.parent.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
-    data = {"lightning_fl.methods", *(".".join(("lightning_fl", *f.parts)) for f in of_configs)}
-    assert sorted(folders | data) == PYPROJECT["tool"]["setuptools"]["packages"]
-
-
-def test_every_folder_with_modules_has_an_init():
-    folders = {Path(module).parent for module in modules()}
-    assert {folder for folder in folders if not (ROOT / folder / "__init__.py").exists()} == set()
-
-
-def test_the_package_says_that_it_is_typed():
-    assert (ROOT / "lightning_fl" / "py.typed").is_file()
-
-
 def test_three_relative_links_and_no_other_lead_into_the_package():
     found = (path for name in ("lightning_fl", *LINKED) for path in (ROOT / name).rglob("*"))
     links = {path.relative_to(ROOT): path.readlink() for path in found if path.is_symlink()}

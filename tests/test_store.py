@@ -18,10 +18,6 @@ def store():
     return store
 
 
-def test_a_client_finds_nothing_before_it_left_something(store):
-    assert store.get(4) == {}
-
-
 def test_what_is_left_counts_from_the_end_of_the_round(store):
     store.put(3, {"momentum": torch.full((2,), 5.0)})
     assert store.get(3)["momentum"].tolist() == [1, 1]
@@ -36,13 +32,6 @@ def test_a_round_that_is_cut_short_leaves_nothing(store):
     store.commit()
     assert store.get(3)["momentum"].tolist() == [1, 1]
     assert store.get(4) == {}
-
-
-def test_others_keep_what_they_have(store):
-    store.put(4, {"count": torch.tensor(7)})
-    store.commit()
-    assert store.get(3)["momentum"].tolist() == [1, 1]
-    assert store.get(4)["count"].item() == 7
 
 
 def test_a_copy_is_kept_with_its_dtype():

@@ -13,7 +13,6 @@ from lightning_fl.types import (
     ClientUpdate,
     FederatedData,
     FederationError,
-    Feedback,
     RoundPlan,
     Step,
 )
@@ -82,20 +81,6 @@ def test_groups_hold_clients_of_like_work_and_batches_several_steps():
         Step((1, 4, 3), start=4, steps=1, last=True),
         Step((2, 0), start=0, steps=2, last=True),
     ]
-
-
-@settings(max_examples=30, deadline=None)
-@given(num_steps=st.lists(st.integers(1, 6), min_size=1, max_size=8))
-def test_every_client_begins_once_ends_once_and_makes_its_steps(num_steps):
-    found = plan(range(len(num_steps)), num_steps)
-    schedule = found.schedule
-    for row, n in enumerate(num_steps):
-        own = [step for step in schedule if step.rows == (row,)]
-        assert len(own) == n
-        assert [step.first for step in own] == [True] + [False] * (n - 1)
-        assert [step.last for step in own] == [False] * (n - 1) + [True]
-    assert [step.rows[0] for step in schedule] == sorted(step.rows[0] for step in schedule)
-    assert found.schedule is schedule
 
 
 @settings(max_examples=200, deadline=None)
@@ -256,8 +241,3 @@ def test_data_of_a_federation_are_known_by_what_they_have(data):
     federated.setup("fit")
     assert isinstance(federated, FederatedData)
     assert not isinstance(object(), FederatedData)
-
-
-def test_feedback_is_a_plan_and_two_losses():
-    feedback = Feedback(plan(), None, 0.5)
-    assert (feedback.val_loss_before, feedback.val_loss) == (None, 0.5)

@@ -103,10 +103,11 @@ def test_networks_are_evaluated_in_the_precision_of_the_trainer(run):
         def forward(self, x):
             return super().forward(x @ torch.eye(6))
 
-    pupil = nn.Sequential(Rotated(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    pupil = nn.Sequential(Rotated(6, 8), nn.ReLU(), nn.Linear(8, 3))  # of another dtype
     callback = MatchingBaselines(pupil, epochs=1)
     _, loop = run(callback, precision="64-true")
     assert {"ensemble/uniform", "ensemble/distilled"} <= loop.rows[0].keys()
+    assert callback.student[0].weight.dtype == torch.float64
 
 
 def test_the_student_learns_what_the_ensemble_says(run, skewed):
@@ -138,26 +139,10 @@ def test_the_users_student_stays_and_two_runs_agree(run):
 
 
 def test_it_changes_nothing(run):
-    one, _ = run(MatchingBaselines(student(), epochs=1), rounds=3)
-    two, _ = run(RoundCheckpoint(), rounds=3, enable_checkpointing=True)
+    one, _ = run(MatchingBaselines(student(), epochs=1), rounds=2)
+    two, _ = run(RoundCheckpoint(), rounds=2, enable_checkpointing=True)
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_the_same_samples_as_validation(run, skewed):
-    _, loop = run(MatchingBaselines(), datamodule=skewed(eval_batch_size=10), limit_val_batches=2)
-    for name in ("uniform", "average"):
-        hits = loop.rows[0][f"ensemble/{name}"] * 20
-        assert hits == pytest.approx(round(hits), abs=1e-4)
-    samples = skewed()
-    samples.setup("fit")
-    assert len(samples.val) == 60
-
-
-def test_a_student_takes_the_modules_dtype(run):
-    callback = MatchingBaselines(student().float(), epochs=1)
-    run(callback)
-    assert callback.student[0].weight.dtype == torch.float64
 
 
 def test_networks_of_different_widths_have_no_average(run):

@@ -11,7 +11,6 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import quick_cli
-from lightning_fl.report import report
 from lightning_fl.report.run import read_run
 
 N = 40
@@ -83,11 +82,12 @@ ADAPTERS = {
     },
     "FromHuggingFace": saved,
     "FromHDF5": stored,
+    "FederatedDataModule": lambda folder: {"train": owned("Hospital", seed=1), "num_clients": 5},
 }
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_every_adapter_works_from_yaml(tmp_path, monkeypatch, name):
+def test_every_kind_of_data_works_from_yaml(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     config = {
@@ -100,34 +100,8 @@ def test_every_adapter_works_from_yaml(tmp_path, monkeypatch, name):
     rows = Path("runs/version_0/participation.csv").read_text().splitlines()
     assert len(rows) == 6
     run = read_run(Path("runs/version_0"))
-    if name != "FromDataModule":
+    if name not in ("FromDataModule", "FederatedDataModule"):
         names = [row.split(",")[1] for row in rows]
         sites = [f"s{i}" if name == "FromHuggingFace" else f"site {i}" for i in range(5)]
         assert names == ["name", *sites]
         assert run.names == dict(enumerate(sites))
-
-
-def test_a_data_set_of_ones_own_works_from_yaml(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = {
-        "model": {"class_path": "tutorial.Net"},
-        "data": {
-            "class_path": "FederatedDataModule",
-            "init_args": {"train": owned("Hospital", seed=1), "num_clients": 4},
-        },
-        "trainer": {"max_epochs": 1, "enable_progress_bar": False, "accelerator": "cpu"},
-    }
-    Path("run.yaml").write_text(yaml.safe_dump(config))
-    quick_cli.call("fit", "--config", "run.yaml")
-    assert len(Path("runs/version_0/participation.csv").read_text().splitlines()) == 5
-
-
-def test_the_report_names_the_worst_clients(tmp_path):
-    (tmp_path / "rounds.csv").write_text("round,val_acc\n1,0.5\n")
-    (tmp_path / "participation.csv").write_text("client,name,train_samples\n0,7,3\n1,north <b>,2\n")
-    (tmp_path / "clients.csv").write_text("client,server\n0,0.25\n1,0.75\n")
-    run = read_run(tmp_path)
-    assert run.names == {0: "7", 1: "north <b>"}
-    text = report([tmp_path], tmp_path / "report.html").read_text()
-    assert "north &lt;b&gt;" in text
-    assert "north <b>" not in text

@@ -6,21 +6,10 @@ import torch
 from torch.nn.functional import pad
 
 from layouts import cifar_layout
-from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import CIFAR10, Digits, FederatedDataModule, InMemory
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.models import MLPClassifier
-from lightning_fl.policies import HyperparameterPolicy
 from numbered import batches
-
-
-class Uneven(HyperparameterPolicy):
-    """Numbers of local steps that differ between clients."""
-
-    def sample(self, round, clients):
-        return {"num_steps": 1 + (clients + round) % 4}
 
 
 class Augmented(FederatedDataModule):
@@ -33,33 +22,6 @@ class Augmented(FederatedDataModule):
             *batch, draws = batch
             batch[0] = batch[0] + draws.uniform()
         return batch
-
-
-def digits(**options):
-    return Digits(num_clients=4, batch_size=9, seed=1, **{"augment": True, **options})
-
-
-def parameters(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-@pytest.fixture
-def train(trainer):
-    """Train a classifier; return its parameters and the loop."""
-
-    def run(data, rounds=3, sizes=(64, 6, 10), group_size=None, ckpt=None, **options):
-        torch.manual_seed(0)
-        module = ClientModule(MLPClassifier(list(sizes)), optimizer=sgd).double()
-        wrapped = VectorizedClients(module, group_size, **options) if group_size else module
-        fitted = trainer(FederatedLoop(policy=Uneven(), seed=1), rounds=rounds)
-        fitted.fit(wrapped, datamodule=data, ckpt_path=ckpt)
-        return parameters(module), fitted
-
-    return run
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def test_a_batch_is_cropped_and_flipped_by_the_numbers_of_its_client(tmp_path):
@@ -91,51 +53,26 @@ def test_a_batch_is_cropped_and_flipped_by_the_numbers_of_its_client(tmp_path):
     assert moved > 10
 
 
-@pytest.mark.parametrize("group_size", [2, 4])
-def test_vectorized_clients_draw_the_same_numbers(train, group_size):
-    options = {"group_size": group_size, "compile": False}
-    alone, together = train(digits())[0], train(digits(), **options)[0]
-    torch.testing.assert_close(together, alone, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_data_module_of_a_user_augments_too(train, num_workers):
-    x, y = torch.randn(60, 3, dtype=torch.float64), torch.arange(60) % 3
-    kinds = (Augmented, Augmented, FederatedDataModule)
-    groups = (None, 4, None)
-    found = [
-        train(
-            kind(InMemory(x, y), num_clients=4, batch_size=5, num_workers=num_workers),
-            sizes=(3, 4, 3),
-            group_size=group,
-            **({"compile": False} if group else {}),
-        )[0]
-        for kind, group in zip(kinds, groups, strict=True)
-    ]
-    torch.testing.assert_close(found[1], found[0], atol=1e-12, rtol=0)
-    assert not torch.allclose(found[2], found[0])
-
-
-def test_only_the_seed_of_the_run_changes_the_numbers(train):
-    first, again, plain = (train(digits(augment=a))[0] for a in (True, True, False))
-    assert torch.equal(first, again)
-    assert not torch.allclose(first, plain)
-    draws = [batches(digits_of(1), seed=seed)[0][-1].numbers for seed in (1, 1, 2)]
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
-
-
 def digits_of(seed):
     data = Digits(num_clients=4, batch_size=9, seed=seed, augment=True)
     data.setup("fit")
     return data
 
 
-def test_a_resumed_run_draws_the_numbers_of_an_undisturbed_one(train, tmp_path):
-    whole, _ = train(digits(), rounds=4)
-    train(digits(), rounds=2)[1].save_checkpoint(tmp_path / "last.ckpt")
-    resumed, _ = train(digits(), rounds=4, ckpt=tmp_path / "last.ckpt")
-    assert torch.equal(whole, resumed)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_module_of_a_user_gets_numbers_that_depend_on_the_seed_alone(num_workers):
+    def draws(seed):
+        x, y = torch.zeros(60, 3), torch.arange(60) % 3
+        data = Augmented(InMemory(x, y), num_clients=4, num_workers=num_workers)
+        data.setup("fit")
+        batch = batches(data, seed=seed)[0]
+        return data.on_after_batch_transfer(batch, 0)[0]
+
+    first, again, other = map(draws, (1, 1, 2))
+    assert first.shape == (first.numel() // 3, 3)
+    assert first.any()
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_evaluation_is_not_augmented():

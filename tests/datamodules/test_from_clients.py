@@ -102,9 +102,3 @@ def test_each_client_keeps_a_sample():
     assert data.num_samples.tolist() == [25, 1]
     with pytest.raises(FederationError, match=r"2 clients need .* to at most 49 samples, or p"):
         FromClients(clients, val_size=50).setup("fit")
-
-
-def test_a_list_of_samples_is_a_data_set():
-    data = FederatedDataModule([(torch.zeros(1), 0)] * 6, num_clients=2, val_size=0)
-    data.setup("fit")
-    assert data.num_samples.tolist() == [3, 3]

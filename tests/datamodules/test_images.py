@@ -30,16 +30,19 @@ def loaded(kind, *args, **options):
     return data
 
 
-def normalized(data, chunk=10_000):
-    """Mean and standard deviation of each channel of the training images, after normalization."""
+def normalized(data):
+    """Mean and standard deviation of each channel of the training images, after normalization.
+
+    Of what becomes of each value of a pixel, weighted by how often it occurs.
+    """
     images = data.load(train=True).tensors[0]
-    total, squares = 0.0, 0.0
-    for part in images.split(chunk):
-        (x,) = data.on_after_batch_transfer((part,), 0)
-        total = total + x.double().mean((2, 3)).sum(0)
-        squares = squares + x.double().square().mean((2, 3)).sum(0)
-    mean = total / len(images)
-    return mean, (squares / len(images) - mean.square()).sqrt()
+    values = torch.arange(int(images.max()) + 1, dtype=torch.uint8).expand(images.shape[1], -1)
+    (x,) = data.on_after_batch_transfer((values[None, :, None],), 0)
+    channels = images.transpose(0, 1).flatten(1)
+    count = torch.stack([channel.bincount(minlength=values.shape[1]) for channel in channels])
+    share, x = count.double() / channels.shape[1], x[0, :, 0].double()
+    mean = (share * x).sum(1)
+    return mean, ((share * x.square()).sum(1) - mean.square()).sqrt()
 
 
 def pixels(samples):
@@ -202,7 +205,7 @@ def test_pictures_from_strangers_cannot_run_code(tmp_path, content, words):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", [0, 2, 5])
 def test_arrays_of_all_pickles_are_read(tmp_path, protocol):
     cifar_layout(tmp_path)
     path = tmp_path / "cifar-10-batches-py" / "data_batch_3"

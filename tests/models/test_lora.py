@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import extras
-from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import FedAvg, FlexLoRA
+from lightning_fl import ClientModule
+from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import TopicText
 from lightning_fl.models import LoRA, TextTransformer
@@ -109,28 +109,17 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch):
 
 @pytest.fixture
 def run(trainer):
-    def run(aggregator, wrap=lambda m: m, rounds=2, optimizer=None, **options):
+    def run(aggregator, rounds=2, **options):
         module = ClientModule(
             adapted(**options),
             optimizer=lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=0.5),
         ).double()
         data = TopicText(3, 40, 8, 120, 30, num_clients=4, batch_size=8)
         loop = FederatedLoop(aggregator, Schedule(num_steps=3), seed=1)
-        trainer(loop, rounds).fit(wrap(module), datamodule=data)
+        trainer(loop, rounds).fit(module, datamodule=data)
         return module, loop
 
     return run
-
-
-@pytest.mark.parametrize(
-    "rule", [FedAvg, lambda: FlexLoRA([1, 2, 2, 1])], ids=["FedIT", "FlexLoRA"]
-)
-def test_vectorized_clients_get_the_same(run, rule):
-    plain, _ = run(rule())
-    stacked, loop = run(rule(), lambda m: VectorizedClients(m, 3, compile=False))
-    assert type(loop.runner).__name__ == "VectorizedRunner"
-    for (name, p), q in zip(plain.named_parameters(), stacked.parameters(), strict=True):
-        torch.testing.assert_close(q, p, rtol=0, atol=1e-12, msg=name)
 
 
 def test_four_bytes_are_sent_per_trained_parameter(trainer):

@@ -49,6 +49,7 @@ def test_the_step_of_a_row_is_the_round(tmp_path):
     assert [float(row["round"]) for row in rows] == [1, 2, 3]
     assert [float(row["epoch"]) for row in rows] == [0, 1, 2]
     assert "step" not in trainer.logged_metrics
+    assert not (tmp_path / "report.html").exists()  # other loggers get no files
 
 
 class WithStep(Net):
@@ -126,11 +127,6 @@ class Failing(Net):
         if self.current_epoch == 1:
             raise KeyboardInterrupt
         return super().training_step(batch, batch_idx)
-
-
-def test_other_loggers_get_no_files(tmp_path):
-    fit(tmp_path, CSVLogger(tmp_path, name="csv"))
-    assert not (tmp_path / "report.html").exists()
 
 
 def test_an_interrupted_run_gives_what_there_is(tmp_path):

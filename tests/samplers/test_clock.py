@@ -93,15 +93,6 @@ def test_equal_durations_are_synchronous_rounds():
         )
 
 
-def test_with_all_clients_and_unequal_durations_rounds_are_synchronous_too():
-    """A place stays empty until the next flush if all others train or wait."""
-    clock = VirtualClock(4, 4, 4, permuted(4), lambda c, v, k: 1.0 + c)
-    for version in range(3):
-        flush = clock.flush(version)
-        assert (flush.time, flush.clients) == (4.0 * (version + 1), (0, 1, 2, 3))
-        assert flush.started == (version,) * 4
-
-
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
 def test_a_duration_that_is_none_is_refused(seconds):
     clock = VirtualClock(2, 1, 1, permuted(2), lambda c, v, k: seconds if v else 1.0)
