@@ -186,20 +186,16 @@ def check(folder, make, group_size=None, rounds=2, **options):
 
 # --- the table ------------------------------------------------------------------------------------
 
-#: Rows that do something with each client, or get more than its update: they train plain, too.
-ONE_BY_ONE = (
-    "FedAvg, Proximal, uneven steps", "FedControl, PersonalizedPolicyGradient", "PFNM",
-    "DPFedAvg, PoissonSampler", "FlexLoRA", "BatchNorm, kept", "partly local",
-    "FedCostWAvg, SpokenDigits", "AFL, PersonalizedEvaluation",
+#: Rows whose code for a device differs; what the others do there, one of these does.
+QUICK = (
+    "FedAvg, Proximal, uneven steps", "FedAvgM, RepresentationMatching", "Scaffold I, Quantize",
+    "FedAdam, MOON, DiscreteGaussianReinforce", "FedControl, PersonalizedPolicyGradient",
+    "ClusteredFL, RunReport", "GeometricMedian, ClientFaults", "DPFedAvg, PoissonSampler", "PFNM",
+    "FedBuff, AsynchronousSampler", "FlexLoRA", "BatchNorm, kept", "partly local",
+    "CIFAR10, augmented",
 )  # fmt: skip
-#: On a device, these are what other rows are.
-ALIKE = (
-    "FedAdagrad, Ditto, RoundRobinSampler", "FedYogi, APFL", "Krum, LabelFlip", "FedAsync",
-    "TrimmedMean, ClientAttack", "ZeroPadding", "FashionMNIST", "Digits, augmented", "FromHDF5",
-    "SpokenDigits, cached", "FedPIDAvg, SpeechCommands", "Scaffold II", "plateau, EarlyStopping",
-    "FromHuggingFace, TextTransformer", "StreamingPFNM, a stream", "FedMA",
-    "AFLSampler, learned steps",
-)  # fmt: skip
+#: Of these, the rows that get more than a client's update: they train plain, too.
+ONE_BY_ONE = ("FedAvg, Proximal, uneven steps", "FedControl, PersonalizedPolicyGradient")
 #: torch asks a device for an LSTM kernel of its own, which the pretended one lacks.
 NO_KERNEL = () if ON_A_GPU else ("CharLSTM",)
 
@@ -207,10 +203,10 @@ NO_KERNEL = () if ON_A_GPU else ("CharLSTM",)
 def rows():
     for name in set(ROWS) - set(NO_KERNEL):
         vectorized = None if name in NOT_VECTORIZED else VECTORIZED
-        slow = [pytest.mark.slow] * (name in ALIKE)
+        slow = [pytest.mark.slow] * (name not in QUICK)
         yield pytest.param(name, vectorized, id=name, marks=slow)
         if vectorized is not None:
-            slow = [pytest.mark.slow] * (name not in ONE_BY_ONE[:2])
+            slow = [pytest.mark.slow] * (name not in ONE_BY_ONE)
             yield pytest.param(name, None, id=f"{name}, one by one", marks=slow)
 
 

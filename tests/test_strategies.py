@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import processes
 from forks import Started
+from grids import others_slow
 from lightning_fl import ClientModule, ClientParallelStrategy, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
@@ -22,7 +23,19 @@ from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
 SCRIPT = Path(__file__).with_name("processes.py")
+#: Cases that two processes of ``test_federations.py`` do not cover; the others are slow.
+QUICK = (
+    processes.KEPT, "BatchNorm, a policy that learns", "plateau, EarlyStopping",
+    "one client, median", "lost clients", "poison", "started by hooks",
+    "logs of hooks, processes that join", "vectorized, fixed groups",
+    *(f"ddp, {case}" for case in (
+        "uneven", "second model", "clusters", "contributions", "control variates", "batchnorm",
+        "partly local", "kept",
+    )),
+)  # fmt: skip
+CASES = others_slow(QUICK, processes.CASES)
 SHARED = [f"ddp, {case}" for case in processes.SHARED if case != "batchnorm"]
+EVERY = others_slow(QUICK, [*processes.CASES, *SHARED])
 #: Cases in which logged metrics act on the run.
 ACTS = (
     "BatchNorm, a policy that learns",
@@ -45,9 +58,15 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def found(place):
-    """What each process of 1 and 3 found in every case, and each of 2 in one."""
-    every = list(processes.CASES), list(processes.SHARED)
+def found(place, request):
+    """What each process of 1 and 3 found in the cases of the session, and each of 2 in one."""
+    items = [item for item in request.session.items if item.path == Path(__file__)]
+    asked = {item.callspec.params.get("case") for item in items if hasattr(item, "callspec")}
+    asked |= {processes.KEPT, "poison"}
+    every = (
+        [case for case in processes.CASES if case in asked],
+        [case for case in processes.SHARED if f"ddp, {case}" in asked],
+    )
     cases = {3: every, 1: every, 2: ([processes.KEPT], [])}
     runs = [
         Started(count, place / f"output.{count}", processes.train_all, count, place, *given)
@@ -84,7 +103,7 @@ def difference(one, other):
     return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
 
 
-@pytest.mark.parametrize("case", [*processes.CASES, *SHARED])
+@pytest.mark.parametrize("case", EVERY)
 def test_three_processes_give_the_result_of_one(found, case):
     alone, together = found[1][0][case], found[3][0][case]
     assert difference(alone["state"], together["state"]) < 1e-12
@@ -100,7 +119,7 @@ def test_three_processes_give_the_result_of_one(found, case):
         assert alone["accuracies"] == each[case]["accuracies"]
 
 
-@pytest.mark.parametrize("case", [*processes.CASES, *SHARED, "ddp, batchnorm"])
+@pytest.mark.parametrize("case", [*EVERY, "ddp, batchnorm"])
 def test_every_process_knows_the_same(found, case):
     first, *others = (each[case] for each in found[3])
     for other in others:
@@ -112,7 +131,7 @@ def test_every_process_knows_the_same(found, case):
             assert first["rows"] == other["rows"]
 
 
-@pytest.mark.parametrize("case", [case for case in processes.CASES if case != "vectorized"])
+@pytest.mark.parametrize("case", [each for each in CASES if each.values != ("vectorized",)])
 def test_the_number_of_processes_does_not_change_a_bit(found, case):
     alone = found[1][0][case]
     for each in found[3]:
@@ -150,8 +169,9 @@ def test_the_cases_do_something(found):
     cases = found[1][0]
     assert cases[processes.KEPT]["store"]
     assert all(row["dropped_clients"] == "4" for row in cases["poison"]["rows"])
-    assert cases["Gossip, a foreign module"]["rows"][-1]["largest"] > 0
-    assert len({hashed(cases[name]) for name in processes.CASES}) == len(processes.CASES)
+    assert cases[processes.KEPT]["rows"][-1]["largest"] > 0
+    names = [name for name in processes.CASES if name in cases]
+    assert len({hashed(cases[name]) for name in names}) == len(names)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
