@@ -254,6 +254,21 @@ def test_a_callback_that_follows_batches_sees_every_local_step(train, tiny, data
     assert batches.count == 6
 
 
+class Doubles(Callback):
+    """Changes the samples of each batch, as mixup and normalization do."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        batch[0].mul_(2)
+
+
+def test_callback_that_changes_batches_changes_every_local_step(train, tiny, data, flat):
+    options = {"rounds": 2, "federation": {"policy": Schedule(num_steps=6)}}
+    alone, together = tiny(), tiny()
+    train(alone, None, callbacks=[Doubles()], datamodule=data(), **options)
+    train(together, 50, most_steps=50, callbacks=[Doubles()], datamodule=data(), **options)
+    torch.testing.assert_close(flat(together), flat(alone), rtol=0, atol=1e-12)
+
+
 @pytest.mark.filterwarnings(WARNING)
 def test_values_that_callbacks_log_in_each_local_step_are_counted(train, tiny):
     callback = Logs()
