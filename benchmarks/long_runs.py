@@ -89,7 +89,8 @@ RUNS = (
     LongRun(
         "cifar10-iid-augment",
         f"{NON_IID} --splits iid --methods fa",
-        f"{LONG} {AUGMENT} {POLICY}num_steps=30",
+        # 150 rounds have as many steps of a client as the runs with one client.
+        f"{start(150)} {AUGMENT} {POLICY}num_steps=30",
     ),
     # Table 2.
     LongRun("cifar10-author", f"{NON_IID} {BOTH} {ALL_SEEDS}", LONG, AUTHOR),
