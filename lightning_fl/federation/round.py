@@ -169,14 +169,25 @@ class Round:
         kept = [fit.memory.of_runner(client) for client in clients.tolist()]
         fit.runner.load(self.start, kept, [fit.lr(self.plan, row) for row in rows])
         fit.runner.start_phases(fit.planner.phase_ends(clients, self.plan.num_steps[rows]))
-        values = self.plan.hyperparameters.items()
-        fit.runner.set_hyperparameters({name: value[rows] for name, value in values})
+        values = {name: value[rows] for name, value in self.plan.hyperparameters.items()}
+        fit.runner.set_hyperparameters(values | self._inputs(clients))
         if fit.runner.trains_here:
             call_hook(fit.module, "on_client_start")
         self._client = self._context(step)
         self._part_memory = fit.memory.of_parts(clients)
         for part, memory in zip(fit.parts, self._part_memory, strict=True):
             part.start(self._client, memory, self._broadcast)
+
+    def _inputs(self, clients: Tensor) -> dict[str, Tensor]:
+        """Return what terms ask for of the data and of the aggregator, ``[k, ...]`` by name."""
+        found, counts = dict[str, Tensor](), self.fit.federation.class_counts
+        for name in self.fit.runner.declared.values:
+            if name == "class_counts" and counts is not None:
+                found[name] = counts[clients]
+            elif name in self._broadcast:
+                value = self._broadcast[name]
+                found[name] = value.expand(len(clients), *value.shape)
+        return found
 
     def _context(self, step: Step) -> ClientContext:
         fit, rows = self.fit, list(step.rows)
