@@ -150,8 +150,8 @@ class Aggregator(Metric, ABC):
     def known_losses(self) -> Tensor | None:
         """Return the losses of clients by which a sampler may draw the next round, ``[N]``.
 
-        Those of clients that have not trained are infinite. None, the default, if the rule notes
-        none.
+        They are infinite for clients that have not trained, and empty before the first round. None,
+        the default, if the rule notes none.
         """
         return None
 

@@ -117,8 +117,8 @@ class _MixedGradients(ClientPart):
     def start(
         self, client: ClientContext, memory: dict[str, Tensor], broadcast: Mapping[str, Tensor]
     ) -> None:
-        """Add :math:`(1 - \\alpha) (m - g)` to the gradients of all local steps."""
-        momentum = client.federation.known_layout.split(broadcast["momentum"])
+        r"""Add :math:`(1 - \alpha) (m - g)` to the gradients of all local steps."""
+        momentum = client.federation.known_layout.split(broadcast["momentum"][None])
         client.add_to_gradients(
             lambda params, gradients: {
                 name: (1 - self.alpha) * (momentum[name] - gradient)

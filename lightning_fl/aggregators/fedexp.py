@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.fedavg import FedAvg
@@ -76,7 +75,8 @@ class FedExP(FedAvg):
         mean, n = self._mean(), self.num_parameters
         mean_square = sum_value(self.squares)[0] / self._normalizer()[0]
         step = extrapolation(mean_square, mean[:n].square().sum(), self.eps)
-        step = step.clamp(max=self.max_step)
+        if self.max_step is not None:
+            step = step.clamp(max=self.max_step)
         self.round_metrics["server_step"] = float(step)
         mean[:n] *= step
         return (self.server + mean).to(self.server.dtype)

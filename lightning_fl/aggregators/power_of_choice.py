@@ -63,13 +63,12 @@ class PowerOfChoice(FedAvg):
         """Declare the losses of the round; see :meth:`FedAvg.allocate`."""
         super().allocate(server)
         self.add_lists("ids", "found")
-        self.losses = self.known_losses().to(server.device)
+        if not len(self.losses):
+            self.losses = self.losses.new_full((self.known_federation.num_clients,), torch.inf)
 
     def known_losses(self) -> Tensor:
-        """Return the losses of clients, infinite before they have trained, ``[N]``."""
-        if len(self.losses):
-            return self.losses
-        return self.losses.new_full((self.known_federation.num_clients,), torch.inf)
+        """Return the losses of clients, ``[N]``; empty before the first round."""
+        return self.losses
 
     def update(self, clients: ClientUpdate) -> None:
         """Add updates, and note the losses."""

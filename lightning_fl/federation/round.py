@@ -179,15 +179,13 @@ class Round:
             part.start(self._client, memory, self._broadcast)
 
     def _inputs(self, clients: Tensor) -> dict[str, Tensor]:
-        """Return what terms ask for of the data and of the aggregator, ``[k, ...]`` by name."""
-        found, counts = dict[str, Tensor](), self.fit.federation.class_counts
-        for name in self.fit.runner.declared.values:
-            if name == "class_counts" and counts is not None:
-                found[name] = counts[clients]
-            elif name in self._broadcast:
-                value = self._broadcast[name]
-                found[name] = value.expand(len(clients), *value.shape)
-        return found
+        """Return what the module asks for of data and aggregator, ``[k, ...]`` by name."""
+        sent = {
+            name: value.expand(len(clients), *value.shape)
+            for name, value in self._broadcast.items()
+            if name in self.fit.runner.declared.values
+        }
+        return sent | self.fit.class_counts(clients)
 
     def _context(self, step: Step) -> ClientContext:
         fit, rows = self.fit, list(step.rows)

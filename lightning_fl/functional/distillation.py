@@ -29,7 +29,5 @@ def not_true_divergence(logits: Tensor, teacher: Tensor, y: Tensor, tau: float) 
     """
     columns = torch.arange(logits.shape[1] - 1, device=logits.device)
     others = columns + (columns >= y[:, None])
-    own, fixed = (
-        F.log_softmax(each.gather(1, others) / tau, dim=1) for each in (logits, teacher)
-    )
+    own, fixed = (F.log_softmax(each.gather(1, others) / tau, dim=1) for each in (logits, teacher))
     return tau**2 * (fixed.exp() * (fixed - own)).sum(1)

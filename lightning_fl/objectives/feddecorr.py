@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_fl.errors import FederationError
 from lightning_fl.functional.decorrelation import correlation_penalty
-from lightning_fl.objectives.recorder import LAST_INPUT, Recorder, Trace
+from lightning_fl.objectives.recorder import LAST_INPUT
 from lightning_fl.objectives.terms import ModelView, Term
 from lightning_fl.options import check_number
 
@@ -44,14 +43,6 @@ class FedDecorr(Term):
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__()
         self.beta = check_number("beta", beta, min=0)
-
-    def build(self, recorder: Recorder, trace: Trace) -> None:
-        """Check that there are features."""
-        if len(trace.activations) != 3:
-            raise FederationError(
-                "FedDecorr requires a layer before the last one, whose output are the features: use"
-                " a network with two layers or more"
-            )
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the penalty of the features of a batch."""

@@ -69,9 +69,7 @@ class FedNTD(Term):
         tensors = global_model.params | self.received.tensors()
         with torch.no_grad():
             logits = functional_call(self._teacher[0], tensors, (batch[0],))
-        divergences = not_true_divergence(
-            client_model.outputs, logits, batch[1], self.temperature
-        )
+        divergences = not_true_divergence(client_model.outputs, logits, batch[1], self.temperature)
         return self.beta * client_model.module.mean_of(divergences)
 
 

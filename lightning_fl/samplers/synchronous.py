@@ -202,6 +202,8 @@ class HighLossSampler(ClientSampler):
         """Return the ids of the candidates with the largest losses."""
         drawn = WeightedSampler().sample(round, self.candidates, num_samples, generator)
         losses = self._rule.known_losses().cpu()
+        if not len(losses):
+            return drawn[:count]
         return drawn[losses[drawn].argsort(descending=True, stable=True)[:count]]
 
 

@@ -263,6 +263,7 @@ def test_every_client_starts_from_a_model_of_the_servers_size(make):
 @every_rule
 def test_nothing_of_a_client_stays_in_memory(make):
     keeps = ClusteredFL | Downpour | FlexLoRA | Gossip | FedControl | Staged | RobustAggregator
+    keeps |= PowerOfChoice
     if isinstance(make(), keeps):
         pytest.skip("it keeps updates until all are there, or figures of clients")
     server, update = problem(k=1)

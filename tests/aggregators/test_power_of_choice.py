@@ -38,6 +38,7 @@ def test_few_candidates_are_a_weighted_draw():
         assert drawn(None, 4, round=round) == expected  # before the first round
 
 
+@pytest.mark.filterwarnings("ignore:.*dropped")
 def test_the_rule_notes_the_losses_of_the_received_model(fit):
     rule, data = PowerOfChoice(), samples()
     options = {"seed": 1, "clients_per_round": 2, "sampler": HighLossSampler(4)}

@@ -63,6 +63,6 @@ def test_without_strength_it_is_fedavg(run):
     assert_equal(none.net, dict(plain.net.named_parameters()), dict(plain.net.named_buffers()))
 
 
-def test_a_network_with_one_layer_is_refused(run):
-    with pytest.raises(FederationError, match="layer before the last one"):
-        run(ClientModule(nn.Linear(6, 3), [FedDecorr()], sgd()).double(), rounds=1)
+def test_a_network_without_a_linear_top_is_refused(run):
+    with pytest.raises(FederationError, match="does not end with a linear layer"):
+        run(ClientModule(nn.Sequential(nn.Tanh()), [FedDecorr()], sgd()).double(), rounds=1)
