@@ -57,6 +57,13 @@ HETEROGENEITY: Arms = {
     "FedDyn, alpha = 0.1": rule("FedDyn", alpha=0.1),
     "MOON, mu = 1": term("MOON", mu=1.0),
     "FedAdam": rule("FedAdam", lr=0.01),
+    "FedExP": rule("FedExP"),
+    "FedCM, alpha = 0.1": rule("FedCM", alpha=0.1),
+    "FedSAM, rho = 0.1": (given("model", "FedSAM", rho=0.1),),
+    "FedNTD": term("FedNTD", beta=1.0),
+    "FedDecorr": term("FedDecorr", beta=0.1),
+    "FedLC": term("FedLC", tau=1.0),
+    "FedRS": term("FedRS", alpha=0.5),
     "FA + RM": term("RepresentationMatching", coefficient=1.0, reduction="mean"),
 }
 SKEWS: Arms = {

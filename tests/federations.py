@@ -33,9 +33,11 @@ from lightning_fl.aggregators import (
     FedAvg,
     FedAvgM,
     FedBuff,
+    FedCM,
     FedControl,
     FedCostWAvg,
     FedDyn,
+    FedExP,
     FedMA,
     FedNova,
     FedOpt,
@@ -46,6 +48,7 @@ from lightning_fl.aggregators import (
     Gossip,
     Krum,
     NormClipping,
+    PowerOfChoice,
     QFedAvg,
     Scaffold,
     Staged,
@@ -94,7 +97,12 @@ from lightning_fl.objectives import (
     MOON,
     Ditto,
     EntropyRegularizer,
+    FedDecorr,
     FedEM,
+    FedLC,
+    FedNTD,
+    FedRS,
+    FedSAM,
     PerFedAvg,
     Proximal,
     RepresentationMatching,
@@ -115,6 +123,7 @@ from lightning_fl.runners import Phase
 from lightning_fl.samplers import (
     AFLSampler,
     AsynchronousSampler,
+    HighLossSampler,
     PoissonSampler,
     RoundRobinSampler,
     UniformSampler,
@@ -406,6 +415,23 @@ ROWS = {
     "FedDyn, TopK": lambda root: row(
         aggregator=FedDyn(0.1), update_transforms=[TopK(0.3)], policy=Uneven()
     ),
+    "FedExP, FedNTD": lambda root: row(
+        module(FedNTD(temperature=2.0)), aggregator=FedExP(), policy=Uneven()
+    ),
+    "FedCM, FedLC": lambda root: row(
+        module(FedLC()), samples(batch_size=7), aggregator=FedCM(), clients_per_round=3
+    ),
+    "FedRS, FedDecorr": lambda root: row(
+        module(FedRS(0.5), FedDecorr()),
+        policy=PersonalizedPolicyGradient([{"alpha": 0.2}, {"alpha": 0.8}]),
+    ),
+    "FedSAM, PowerOfChoice": lambda root: row(
+        FedSAM(nn.Linear(FEATURES, CLASSES), adaptive=True, optimizer=SGD),
+        aggregator=PowerOfChoice(),
+        sampler=HighLossSampler(4),
+        clients_per_round=2,
+        policy=Uneven(),
+    ),
     "QFedAvg, FromDataModule": lambda root: row(
         MLPClassifier([FEATURES, 4, CLASSES]),
         FromDataModule(Loaded(), num_clients=3, val_size=4),
@@ -577,7 +603,7 @@ LONG = (
     *("FedAdam, MOON, DiscreteGaussianReinforce", "FedPIDAvg, SpeechCommands", "FedMA"),
     *("ClusteredFL, RunReport", "Staged, StagedPolicy", "StreamingPFNM, a stream"),
     *("DPFedAvg, PoissonSampler", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
-    *("BatchNorm, a policy that learns", "plateau, EarlyStopping"),
+    *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
 )
 #: Rows that cannot be vectorized, with the reason that is given.
 NOT_VECTORIZED = {

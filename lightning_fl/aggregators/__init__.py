@@ -10,12 +10,15 @@ from lightning_fl.aggregators.downpour import Downpour
 from lightning_fl.aggregators.fedasync import FedAsync
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.aggregators.fedbuff import FedBuff
+from lightning_fl.aggregators.fedcm import FedCM
 from lightning_fl.aggregators.feddyn import FedDyn
+from lightning_fl.aggregators.fedexp import FedExP
 from lightning_fl.aggregators.fednova import FedNova
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from lightning_fl.aggregators.flexlora import FlexLoRA
 from lightning_fl.aggregators.gossip import Gossip
 from lightning_fl.aggregators.matching import PFNM, FedMA, NeuronMatching, StreamingPFNM
+from lightning_fl.aggregators.power_of_choice import PowerOfChoice
 from lightning_fl.aggregators.private import DPFedAvg
 from lightning_fl.aggregators.qfedavg import QFedAvg
 from lightning_fl.aggregators.robust import (
@@ -46,9 +49,11 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedBuff",
+    "FedCM",
     "FedControl",
     "FedCostWAvg",
     "FedDyn",
+    "FedExP",
     "FedMA",
     "FedNova",
     "FedOpt",
@@ -60,6 +65,7 @@ __all__ = [
     "Krum",
     "NeuronMatching",
     "NormClipping",
+    "PowerOfChoice",
     "QFedAvg",
     "RobustAggregator",
     "Scaffold",

@@ -147,6 +147,14 @@ class Aggregator(Metric, ABC):
         """
         return None
 
+    def known_losses(self) -> Tensor | None:
+        """Return the losses of clients by which a sampler may draw the next round, ``[N]``.
+
+        They are infinite for clients that have not trained, and empty before the first round. None,
+        the default, if the rule notes none.
+        """
+        return None
+
     @abstractmethod
     def allocate(self, server: Tensor) -> None:
         """Declare states and buffers.

@@ -169,7 +169,7 @@ class DynamicRegularizer(ClientPart):
         linear = layout.split(gradient)
         start = layout.split(client.start_model[:, : gradient.shape[1]])
         client.add_to_gradients(
-            lambda params: {
+            lambda params, gradients: {
                 name: dynamic_term(param, start[name], linear[name], alphas)
                 for name, param in params.items()
             }

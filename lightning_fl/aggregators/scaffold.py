@@ -159,7 +159,7 @@ class ControlVariate(ClientPart):
         layout = client.federation.known_layout
         self._server = broadcast["control"]
         correction = layout.split(self._server - memory["control"])
-        client.add_to_gradients(lambda params: correction)
+        client.add_to_gradients(lambda params, gradients: correction)
         if self.option == "I":
             self._gradients = client.mean_gradients()
 

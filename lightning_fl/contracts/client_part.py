@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_fl.contracts.context import Federation
 from lightning_fl.errors import FederationError
 
-#: Maps the stacked parameters of the clients in training, ``[k, *shape]`` by name, to values that
-#: are added to their gradients.
-GradientTerm = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+#: Maps the stacked parameters of the clients in training and their gradients, ``[k, *shape]`` by
+#: name, to values that are added to the gradients.
+GradientTerm = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
 #: Function that evaluates the clients in training on all their training samples.
 Measure = Callable[[], Tensor]
 
@@ -36,8 +36,8 @@ class ClientContext:
         trained: Mask of the trained parameters, ``[num_parameters]``; None means all.
         add_to_gradients: Adds a term to the gradients in every local step of these clients in this
             round, after gradient clipping and before the update of the optimizer. A term maps
-            stacked parameters by name, ``[k, *shape]``, to values of the same shapes by name; names
-            may be omitted.
+            stacked parameters and their gradients by name, ``[k, *shape]``, to values of the same
+            shapes by name; names may be omitted.
         mean_losses: Returns the mean loss of each client's model on all its training samples,
             ``[k]``. Runs one pass over the samples in evaluation mode. The module must have a
             method ``federated_losses(batch)`` that returns the loss of each sample.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_fl.contracts.context import Federation
@@ -52,6 +54,7 @@ from lightning_fl.runners import (
 )
 from lightning_fl.runners.base import KeepOptimizer
 from lightning_fl.runners.constants import with_all_names
+from lightning_fl.runners.hyperparameters import CLASS_COUNTS, HYPERPARAMETERS
 from lightning_fl.runners.samples import Collated, check_batch
 from lightning_fl.samplers import how_drawn
 from lightning_fl.store import ClientStore
@@ -316,6 +319,16 @@ class Fit:
         except FederationError:  # a policy learns the number of steps
             return int(plan.num_steps.max()) * (self.trainer.max_epochs or 0) * groups
 
+    def class_counts(self, clients: Sequence[int] | Tensor) -> dict[str, Tensor]:
+        """Return the training samples of clients per class, ``[k, classes]``, if the module asks.
+
+        Args:
+            clients: Ids of the clients.
+        """
+        counts = self.federation.class_counts
+        is_used = CLASS_COUNTS in self.runner.declared.values and counts is not None
+        return {CLASS_COUNTS: counts[clients]} if is_used else {}
+
     def _decide(self, module: VectorizedClients) -> None:
         """Decide whether clients are vectorized, by a check of the steps of two clients."""
         trainer, data, plan = self.trainer, self.data, self.planner.plan()
@@ -342,7 +355,10 @@ class Fit:
         if not data.has_samples_in_front and (why := Collated(batches).why_not_stacked()):
             module.train_one_by_one(why)
         else:
-            module.decide([batches[0], batches[-1]], self.check, scale, self._steps_of_run)
+            counts = {name: rows[0] for name, rows in self.class_counts(clients[:1]).items()}
+            own = {HYPERPARAMETERS: self.runner.declared.values | counts}
+            with attributes_set(module.module, own if counts else {}):
+                module.decide([batches[0], batches[-1]], self.check, scale, self._steps_of_run)
         if module.reason is not None:
             base_lr, self.runner = self.runner.base_lr, self._make_runner()
             self.runner.base_lr = base_lr

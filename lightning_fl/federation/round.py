@@ -169,14 +169,23 @@ class Round:
         kept = [fit.memory.of_runner(client) for client in clients.tolist()]
         fit.runner.load(self.start, kept, [fit.lr(self.plan, row) for row in rows])
         fit.runner.start_phases(fit.planner.phase_ends(clients, self.plan.num_steps[rows]))
-        values = self.plan.hyperparameters.items()
-        fit.runner.set_hyperparameters({name: value[rows] for name, value in values})
+        values = {name: value[rows] for name, value in self.plan.hyperparameters.items()}
+        fit.runner.set_hyperparameters(values | self._inputs(clients))
         if fit.runner.trains_here:
             call_hook(fit.module, "on_client_start")
         self._client = self._context(step)
         self._part_memory = fit.memory.of_parts(clients)
         for part, memory in zip(fit.parts, self._part_memory, strict=True):
             part.start(self._client, memory, self._broadcast)
+
+    def _inputs(self, clients: Tensor) -> dict[str, Tensor]:
+        """Return what the module asks for of data and aggregator, ``[k, ...]`` by name."""
+        sent = {
+            name: value.expand(len(clients), *value.shape)
+            for name, value in self._broadcast.items()
+            if name in self.fit.runner.declared.values
+        }
+        return sent | self.fit.class_counts(clients)
 
     def _context(self, step: Step) -> ClientContext:
         fit, rows = self.fit, list(step.rows)

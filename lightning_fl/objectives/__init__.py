@@ -4,7 +4,12 @@ from lightning_fl.objectives.apfl import APFL
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.objectives.ditto import Ditto
 from lightning_fl.objectives.entropy import EntropyRegularizer
+from lightning_fl.objectives.feddecorr import FedDecorr
 from lightning_fl.objectives.fedem import FedEM
+from lightning_fl.objectives.fedlc import FedLC
+from lightning_fl.objectives.fedntd import FedNTD
+from lightning_fl.objectives.fedrs import FedRS
+from lightning_fl.objectives.fedsam import FedSAM
 from lightning_fl.objectives.local_network import LocalNetwork
 from lightning_fl.objectives.moon import MOON
 from lightning_fl.objectives.parameter_groups import ParameterGroup
@@ -21,7 +26,12 @@ __all__ = [
     "ClientModule",
     "Ditto",
     "EntropyRegularizer",
+    "FedDecorr",
     "FedEM",
+    "FedLC",
+    "FedNTD",
+    "FedRS",
+    "FedSAM",
     "LocalNetwork",
     "ModelView",
     "ParameterGroup",

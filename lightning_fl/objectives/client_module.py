@@ -125,8 +125,10 @@ class ClientModule(TermModule):
         #: unless the attribute is None. Constant, so neither a buffer nor saved.
         self.federated_global_parameters: dict[str, Tensor] | None = {} if len(self.terms) else None
         self._settable = settable(terms)
-        #: Numbers of terms that a policy may set, by name. None is the value of the term itself.
-        self.federated_hyperparameters: dict[str, Any] = dict.fromkeys(self._settable)
+        #: Numbers of terms that a policy may set, by name, and their inputs. None is the value of
+        #: the term itself.
+        inputs = [name for term in terms for name in term.inputs]
+        self.federated_hyperparameters: dict[str, Any] = dict.fromkeys([*self._settable, *inputs])
         self._hyperparameter_limits = {
             name: terms[i].hyperparameters[each] for name, (i, each) in self._settable.items()
         }
@@ -278,6 +280,21 @@ class ClientModule(TermModule):
         losses: Tensor = functional_call(self._losses[0], given, (batch,))
         return self.mean_of(losses)
 
+    def gradient_with(self, batch: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradient of the mean loss; the buffers of the network do not change.
+
+        Args:
+            batch: Batch ``(x, y)``.
+            params: Parameters that replace those of the module, by name.
+        """
+
+        def loss(params: Mapping[str, Tensor]) -> Tensor:
+            buffers = {n: b.clone() for n, b in self.net.named_buffers(prefix="net")}
+            return self.loss_with(batch, {**params, **buffers})
+
+        gradient: dict[str, Tensor] = torch.func.grad(loss)(dict(params))
+        return gradient
+
     def _uses_client(self, hook: str) -> bool:
         """Return whether a subclass or a term overrides a client hook."""
         return overrides(self, hook, ClientModule) or any(
@@ -330,11 +347,9 @@ class ClientModule(TermModule):
         """Return the value of a term, with the numbers of the policy in the place of its own."""
         self._unused_terms.discard(i)
         term, values = self.terms[i], self.federated_hyperparameters
-        given = {
-            each: values[name]
-            for name, (j, each) in self._settable.items()
-            if j == i and values[name] is not None
-        }
+        names = [(name, each) for name, (j, each) in self._settable.items() if j == i]
+        names += [(name, name) for name in cast("Term", term).inputs]
+        given = {each: values[name] for name, each in names if values[name] is not None}
         with attributes_set(term, given):
             return cast("Tensor", term(own, anchor, batch))
 

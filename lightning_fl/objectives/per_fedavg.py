@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -109,10 +109,10 @@ class PerFedAvg(ClientModule):
         )
         params = dict(self.net.named_parameters(prefix="net"))
         w = {name: params[name] for name in self._adapted}
-        gradient = self._gradient({n: p.detach() for n, p in w.items()}, first)
+        gradient = self.gradient_with(first, {n: p.detach() for n, p in w.items()})
         adapted = {n: p - self.inner_lr * gradient[n] for n, p in w.items()}
         if self.hessian:
-            second = self._gradient(w, others[0])
+            second = self.gradient_with(others[0], w)
             # Of value 0 and derivative -a Hess f(w; D'').
             adapted = {
                 n: p - self.inner_lr * (second[n] - second[n].detach()) for n, p in adapted.items()
@@ -120,16 +120,6 @@ class PerFedAvg(ClientModule):
         loss = self.loss_with(others[-1], adapted)
         self._record(loss, size)
         return loss
-
-    def _gradient(self, params: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """Return the gradient of the loss; the buffers of the network do not change."""
-
-        def loss(params: Mapping[str, Tensor]) -> Tensor:
-            buffers = {n: b.clone() for n, b in self.net.named_buffers(prefix="net")}
-            return self.loss_with(batch, {**params, **buffers})
-
-        gradient: dict[str, Tensor] = torch.func.grad(loss)(dict(params))
-        return gradient
 
     def federated_personalize(self, batches: Iterable[Any]) -> bool:
         """Make one gradient step of size ``inner_lr`` on the samples of a client.

@@ -89,6 +89,10 @@ class Term(nn.Module, ABC):
     #: range as arguments of :func:`~lightning_fl.options.check_number`. In :meth:`Term.forward`,
     #: such an attribute is then a tensor without dimensions.
     hyperparameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    #: Attributes that the loop sets to tensors of the client in training: ``class_counts``, its
+    #: number of training samples per class, ``[classes]``, or a name that the aggregator
+    #: broadcasts. The check of the first round has no broadcasts, so that they are as before.
+    inputs: Sequence[str] = ()
 
     def __init__(self) -> None:
         super().__init__()

@@ -373,7 +373,12 @@ class ClientRunner(ABC):
         """
         params = self.client_parameters()
         for term in self.gradient_terms:
-            for name, value in term(params).items():
+            found = {name: self._trained_tensor(name).grad for name in params}
+            gradients = {
+                name: torch.zeros_like(params[name]) if g is None else g.view_as(params[name])
+                for name, g in found.items()
+            }
+            for name, value in term(params, gradients).items():
                 param = self._trained_tensor(name)
                 if param.requires_grad:
                     value = value.reshape(param.shape).to(param.dtype)

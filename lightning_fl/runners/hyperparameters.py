@@ -15,6 +15,8 @@ from lightning_fl.runners.tensors import TensorList
 
 #: Optional attribute of a module: the numbers that a policy may set, with their own values by name.
 HYPERPARAMETERS = "federated_hyperparameters"
+#: Name of the client's number of training samples per class, which the loop sets.
+CLASS_COUNTS = "class_counts"
 
 
 class Declared:

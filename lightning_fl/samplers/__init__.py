@@ -4,6 +4,7 @@ from lightning_fl.samplers.asynchronous import AsynchronousSampler
 from lightning_fl.samplers.base import ClientSampler
 from lightning_fl.samplers.synchronous import (
     AFLSampler,
+    HighLossSampler,
     PoissonSampler,
     RoundRobinSampler,
     UniformSampler,
@@ -15,6 +16,7 @@ __all__ = [
     "AFLSampler",
     "AsynchronousSampler",
     "ClientSampler",
+    "HighLossSampler",
     "PoissonSampler",
     "RoundRobinSampler",
     "UniformSampler",

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_fl.contracts.context import Federation
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.fairness import draw_from_mixture
-from lightning_fl.options import check_number, describe
+from lightning_fl.options import check_integer, check_number, describe
 from lightning_fl.samplers.base import ClientSampler
 
 
@@ -157,6 +157,54 @@ class AFLSampler(ClientSampler):
         mixture = self._rule.sampling_probabilities(num_samples)
         draws, evaluated = draw_from_mixture(mixture, count, generator)
         return ((draws > 0) | evaluated).nonzero()[:, 0]
+
+
+class HighLossSampler(ClientSampler):
+    r"""Sample the clients with the largest losses among random candidates.
+
+    Power-of-choice (Cho et al., 2022), for :class:`~lightning_fl.aggregators.PowerOfChoice`:
+    ``candidates`` clients are drawn without replacement, with probabilities in proportion to their
+    numbers of samples. The ``count`` candidates with the largest losses train. The loss of a client
+    is the one that it reported when it last trained, which needs no additional traffic; a client
+    that has not trained comes first. The draws depend on the saved state of the rule, so a resumed
+    run repeats them.
+
+    Args:
+        candidates: Number of candidates. With as many as clients per round, it is
+            :class:`WeightedSampler`.
+
+    Raises:
+        FederationError: At the start of a fit, if the rule notes no losses, or there are more
+            candidates than clients or fewer than clients per round.
+    """
+
+    def __init__(self, candidates: int) -> None:
+        self.candidates = check_integer("candidates", candidates, min=1)
+        self._rule: Any = None
+
+    def setup(self, federation: Federation) -> None:
+        """Take the rule of the run; check the number of candidates."""
+        self._rule, clients = federation.aggregator, federation.num_clients
+        if self._rule.known_losses() is None:
+            raise FederationError(
+                f"HighLossSampler draws by the losses that PowerOfChoice notes, and the aggregator"
+                f" is {describe(self._rule)}: set aggregator=PowerOfChoice(), or another sampler"
+            )
+        if not federation.sampling.size <= self.candidates <= clients:
+            raise FederationError(
+                f"candidates must be from {federation.sampling.size}, the clients per round, to"
+                f" {clients}, all clients, got {self.candidates}"
+            )
+
+    def sample(
+        self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the ids of the candidates with the largest losses."""
+        drawn = WeightedSampler().sample(round, self.candidates, num_samples, generator)
+        losses = self._rule.known_losses().cpu()
+        if not len(losses):
+            return drawn[:count]
+        return drawn[losses[drawn].argsort(descending=True, stable=True)[:count]]
 
 
 def how_drawn(sampler: ClientSampler) -> Literal["poisson", "fixed", "other"]:

@@ -19,9 +19,11 @@ from lightning_fl.aggregators import (
     FedAvg,
     FedAvgM,
     FedBuff,
+    FedCM,
     FedControl,
     FedCostWAvg,
     FedDyn,
+    FedExP,
     FedNova,
     FedOpt,
     FedPIDAvg,
@@ -31,6 +33,7 @@ from lightning_fl.aggregators import (
     Gossip,
     Krum,
     NormClipping,
+    PowerOfChoice,
     QFedAvg,
     Scaffold,
     Staged,
@@ -78,6 +81,9 @@ RULES = {
     "Scaffold": lambda: of_twenty(Scaffold()),
     "Scaffold(samples)": lambda: of_twenty(Scaffold(lr=0.5, weighting="samples")),
     "FedDyn": lambda: of_twenty(FedDyn()),
+    "FedExP": FedExP,
+    "FedCM": FedCM,
+    "PowerOfChoice": lambda: of_twenty(PowerOfChoice()),
     "QFedAvg": lambda: QFedAvg(2.5),
     "AFL": lambda: of_twenty(AFL(gamma=0.1), 20),
     "AFL(samples)": lambda: of_twenty(AFL(initial="samples", output="average"), 20),
@@ -257,6 +263,7 @@ def test_every_client_starts_from_a_model_of_the_servers_size(make):
 @every_rule
 def test_nothing_of_a_client_stays_in_memory(make):
     keeps = ClusteredFL | Downpour | FlexLoRA | Gossip | FedControl | Staged | RobustAggregator
+    keeps |= PowerOfChoice
     if isinstance(make(), keeps):
         pytest.skip("it keeps updates until all are there, or figures of clients")
     server, update = problem(k=1)

@@ -29,7 +29,7 @@ class Noting(ClientPart):
         layout = client.federation.layout
         rows = torch.full((len(client.clients), layout.num_parameters), self.shift)
         shift = layout.split(rows.double())
-        client.add_to_gradients(lambda params: {n: shift[n] for n in params})
+        client.add_to_gradients(lambda params, gradients: {n: shift[n] for n in params})
 
     def end(self, client, memory):
         memory["rounds"] = memory["rounds"] + 1

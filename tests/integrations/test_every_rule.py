@@ -11,7 +11,7 @@ from torch import nn
 from adapted import Adapted
 from apart import compare, federation
 from lightning_fl import ClientModule, aggregators, policies, samplers
-from lightning_fl.aggregators import AFL
+from lightning_fl.aggregators import AFL, PowerOfChoice
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
@@ -25,6 +25,8 @@ OPTIONS = {
     "ClusteredFL": {"eps1": 99.0, "eps2": 0.0, "warmup": 0, "min_size": 2},
     "DPFedAvg": {"noise_multiplier": 0.5, "clip_norm": 0.1},
     "FedDyn": {"alpha": 0.1},
+    "AsynchronousSampler": {"concurrency": 4},
+    "HighLossSampler": {"candidates": 4},
     "FlexLoRA": {"ranks": {1: 0.5, 2: 0.5}},
     "Gossip": {"graph": "ring"},
     "NormClipping": {"max_norm": 0.1},
@@ -102,5 +104,5 @@ def test_a_policy(tmp_path, name, kind):
 
 @pytest.mark.parametrize(("name", "kind"), list(kinds(samplers)))
 def test_a_sampler(tmp_path, name, kind):
-    rule = AFL(0.1, mode="sampling") if name == "AFLSampler" else None
-    check(name, tmp_path, rule, sampler=kind(**({"concurrency": 4} if name in REFUSED else {})))
+    rules = {"AFLSampler": AFL(0.1, mode="sampling"), "HighLossSampler": PowerOfChoice()}
+    check(name, tmp_path, rules.get(name), sampler=kind(**OPTIONS.get(name, {})))

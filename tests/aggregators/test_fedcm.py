@@ -1,0 +1,80 @@
+"""FedCM: the algorithm written plainly, its limits, and what it refuses."""
+
+import pytest
+import torch
+
+from lightning_fl import VectorizedClients
+from lightning_fl.aggregators import FedAvg, FedCM
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+from two_classes import samples
+from written_plainly import LR, Noted, loss_and_gradient, module, vector
+
+
+def plainly(loop, alpha, server_lr, weight_decay):
+    """Algorithm 2 of the paper, on the batches of a run."""
+    x = vector(module())
+    m, models = torch.zeros_like(x), []
+    for batches in loop.batches:
+        moves, directions = [], []
+        for steps in batches.values():
+            y = x.clone()
+            for batch in steps:
+                v = alpha * loss_and_gradient(y, *batch)[1] + (1 - alpha) * m
+                y -= LR * (v + weight_decay * y)
+            moves.append(y - x)
+            directions.append((x - y) / (len(steps) * LR))
+        x = x + server_lr * sum(moves) / len(moves)
+        m = sum(directions) / len(directions)
+        models.append(x)
+    return models, m
+
+
+@pytest.mark.parametrize(("alpha", "server_lr", "decay"), [(0.1, 1.0, 0.0), (0.6, 0.7, 0.1)])
+def test_rounds_are_the_algorithm_with_partial_participation(fit, alpha, server_lr, decay):
+    rule = FedCM(alpha, server_lr)
+    loop = Noted(rule, Schedule(num_steps=4), seed=1, clients_per_round=3)
+    fit(module(weight_decay=decay), loop, samples(), rounds=4)
+    models, momentum = plainly(loop, alpha, server_lr, decay)
+    for found, expected in zip(loop.models, models, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(rule.momentum, momentum, rtol=0, atol=1e-12)
+
+
+def test_vectorized_clients_mix_their_own_gradients(fit):
+    def run(wrap):
+        made, rule = module(), FedCM(0.3)
+        loop = FederatedLoop(rule, Schedule(num_steps=3), seed=1, clients_per_round=4)
+        fit(wrap(made), loop, samples(), rounds=3)
+        return vector(made), rule.momentum
+
+    plain, stacked = run(lambda m: m), run(lambda m: VectorizedClients(m, 2, compile=False))
+    for found, expected in zip(stacked, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_its_own_gradient_alone_is_fedavg(fit):
+    one, other = module(), module()
+    fit(one, FederatedLoop(FedCM(alpha=1.0), seed=1, clients_per_round=3), samples(), rounds=2)
+    fit(other, FederatedLoop(FedAvg("uniform"), seed=1, clients_per_round=3), samples(), rounds=2)
+    torch.testing.assert_close(vector(one), vector(other), rtol=0, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped")
+def test_a_round_without_updates_keeps_model_and_momentum(fit):
+    rule, made = FedCM(), module()
+    loop = FederatedLoop(rule, Schedule(num_steps=2), seed=1)
+    fit(made, loop, samples(), rounds=1)
+    before, model = rule.momentum.clone(), vector(made)
+    rule.start(model)
+    assert torch.equal(rule.compute(), model)
+    assert torch.equal(rule.momentum, before)
+    assert before.norm() > 0
+
+
+def test_optimizers_that_it_cannot_invert_are_refused(fit):
+    with pytest.raises(FederationError, match="momentum=0"):
+        fit(module(momentum=0.9), FederatedLoop(FedCM(), seed=1), samples(), rounds=1)
+    with pytest.raises(FederationError, match="alpha"):
+        FedCM(alpha=0.0)

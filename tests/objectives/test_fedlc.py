@@ -1,0 +1,123 @@
+"""FedLC and FedRS: by hand with the class counts of clients, their limits, and what they refuse."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from by_hand import assert_equal, forward, gradient, moved, network, sgd, simulate
+from lightning_fl import ClientModule, FederatedLoop
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.functional.calibration import calibrated_logits, restricted_logits
+from lightning_fl.objectives import FedLC, FedRS
+from lightning_fl.partition import Shards
+from lightning_fl.types import FederationError
+
+
+def module(*terms, batchnorm=True):
+    return ClientModule(network(batchnorm), terms, sgd()).double()
+
+
+def calibrated(z, y, n):
+    """Cross-entropy over the classes that a client has."""
+    present = [c for c in range(3) if n[c]]
+    z = {c: z[:, c] - 0.7 * float(n[c]) ** -0.25 for c in present}
+    total = sum(each.exp() for each in z.values())
+    return -torch.stack([z[int(c)][i] - total[i].log() for i, c in enumerate(y)]).mean()
+
+
+def restricted(z, y, n):
+    z = z * torch.tensor([1.0 if count else 0.3 for count in n], dtype=z.dtype)
+    return -z.log_softmax(1)[torch.arange(len(y)), y].mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"), [(lambda: FedLC(0.7), calibrated), (lambda: FedRS(0.3), restricted)]
+)
+def test_by_hand(run, make, loss):
+    first, user, other = network(True).double(), module(make()), module(make())
+    _, rounds, data = run(user, rounds=2)
+    counts = data.class_counts.tolist()
+
+    def train(client, params, buffers, batches):
+        for x, y in batches:
+            value = functools.partial(_value, loss, buffers, x, y, counts[client])
+            params = moved(params, gradient(value, params))
+        return params, buffers
+
+    params, buffers = simulate(first, rounds, data.num_samples, train)
+    run(other, 2, rounds=2)
+    for net in (user.net, other.net):
+        assert_equal(net, params, buffers)
+
+
+def _value(loss, buffers, x, y, counts, params):
+    return loss(forward(params, buffers, x)[1], y, counts)
+
+
+def skewed():
+    """Three clients with one class each."""
+    random = torch.Generator().manual_seed(0)
+    y = torch.arange(36) % 3
+    train = TensorDataset(torch.randn(36, 6, generator=random, dtype=torch.float64), y)
+    return FederatedDataModule(
+        train, train, num_clients=3, partition=Shards(1), batch_size=5, seed=0
+    )
+
+
+@pytest.mark.parametrize("group", [None, 3])
+def test_a_client_with_one_class_moves_nothing_by_calibration(fit, group):
+    """The softmax has one class, so that the loss is 0; batches of unequal size are padded."""
+    from lightning_fl import VectorizedClients
+
+    user = module(FedLC(), batchnorm=False)
+    before = {n: p.detach().clone() for n, p in user.net.named_parameters()}
+    wrapped = user if group is None else VectorizedClients(user, group, compile=False)
+    fit(wrapped, FederatedLoop(seed=0), skewed(), rounds=2)
+    for name, param in user.net.named_parameters():
+        torch.testing.assert_close(param.detach(), before[name], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("term", [lambda: FedLC(0.0), lambda: FedRS(1.0)])
+def test_limits_are_fedavg(run, term):
+    plain, limit = module(), module(term())
+    run(plain, rounds=2)
+    _, _, data = run(limit, rounds=2)
+    assert (data.class_counts > 0).all()
+    for name, value in plain.net.state_dict().items():
+        torch.testing.assert_close(limit.net.state_dict()[name], value, rtol=0, atol=1e-13)
+
+
+def test_equal_counts_do_not_change_the_gradient():
+    z = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    y, n = torch.tensor([0, 1, 2, 1, 0]), torch.full((3,), 12.0)
+    for change in (lambda z: calibrated_logits(z, n, 2.0), lambda z: restricted_logits(z, n, 0.1)):
+        found = torch.autograd.grad(nn.functional.cross_entropy(change(z), y), z)[0]
+        expected = torch.autograd.grad(nn.functional.cross_entropy(z, y), z)[0]
+        torch.testing.assert_close(found, expected)
+
+
+def test_missing_classes_get_no_gradient():
+    z = torch.randn(4, 3, requires_grad=True)
+    loss = nn.functional.cross_entropy(
+        calibrated_logits(z, torch.tensor([3, 0, 5]), 1.0), torch.tensor([0, 2, 2, 0])
+    )
+    assert torch.autograd.grad(loss, z)[0][:, 1].tolist() == [0.0] * 4
+
+
+def test_without_classes_or_a_federation_it_is_refused(fit):
+    x = torch.randn(24, 6)
+    data = FederatedDataModule(
+        TensorDataset(x, x[:, 0]), TensorDataset(x, x[:, 0]), num_clients=2, batch_size=4
+    )
+    user = ClientModule(network(False), [FedLC()], sgd())
+    with pytest.raises(FederationError, match="FedLC requires the number of samples of each class"):
+        fit(user, FederatedLoop(seed=0), data, rounds=1)
+    with pytest.raises(FederationError, match="add a FederatedLoop"):
+        user.training_step((x, torch.zeros(24, dtype=torch.long)), 0)
+    with pytest.raises(FederationError, match="alpha"):
+        FedRS(1.5)
+    with pytest.raises(FederationError, match="tau"):
+        FedLC(-1.0)

@@ -1,0 +1,66 @@
+"""FedNTD: by hand, and its limits."""
+
+import pytest
+import torch
+
+from by_hand import assert_equal, cross_entropy, forward, gradient, moved, network, sgd, simulate
+from lightning_fl import ClientModule
+from lightning_fl.functional.distillation import not_true_divergence
+from lightning_fl.objectives import FedNTD
+from lightning_fl.types import FederationError
+
+
+def module(*terms, batchnorm=True):
+    return ClientModule(network(batchnorm), terms, sgd()).double()
+
+
+def divergence(z, teacher, y, tau):
+    """The sum over classes, written as in the paper."""
+    total = 0.0
+    for own, fixed, true in zip(z, teacher, y, strict=True):
+        others = [c for c in range(len(own)) if c != true]
+        p = (fixed[others] / tau).exp() / (fixed[others] / tau).exp().sum()
+        q = (own[others] / tau).exp() / (own[others] / tau).exp().sum()
+        total = total + tau**2 * (p * (p / q).log()).sum()
+    return total / len(y)
+
+
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_by_hand(run, batchnorm):
+    """The received model is in evaluation mode, with its own statistics."""
+    first = network(batchnorm).double()
+    user, other = (module(FedNTD(0.8, 2.0), batchnorm=batchnorm) for _ in range(2))
+    _, rounds, data = run(user, rounds=2)
+
+    def train(client, params, buffers, batches):
+        received = params, {n: b.clone() for n, b in buffers.items()}
+        for x, y in batches:
+            teacher = forward(*received, x, train=False)[1]
+
+            def loss(p, x=x, y=y, teacher=teacher):
+                z = forward(p, buffers, x)[1]
+                return cross_entropy(z, y) + 0.8 * divergence(z, teacher, y, 2.0)
+
+            params = moved(params, gradient(loss, params))
+        return params, buffers
+
+    params, buffers = simulate(first, rounds, data.num_samples, train)
+    run(other, 2, rounds=2)
+    for net in (user.net, other.net):
+        assert_equal(net, params, buffers)
+
+
+def test_two_classes_have_one_other_class():
+    z, teacher = torch.randn(2, 5, 2, dtype=torch.float64)
+    y = torch.tensor([0, 1, 1, 0, 1])
+    assert not_true_divergence(z, teacher, y, 1.0).tolist() == [0.0] * 5
+
+
+def test_without_strength_it_is_fedavg(run):
+    plain, none = module(), module(FedNTD(0.0))
+    run(plain)
+    run(none)
+    for name, value in plain.net.state_dict().items():
+        assert torch.equal(value, none.net.state_dict()[name])
+    with pytest.raises(FederationError, match="temperature"):
+        FedNTD(temperature=0.0)

@@ -1,0 +1,68 @@
+"""FedSAM: by hand, its limits, and what it refuses."""
+
+import pytest
+import torch
+
+from by_hand import assert_equal, moved, network, sgd, simulate, task_gradient
+from lightning_fl import ClientModule
+from lightning_fl.functional.sharpness import ascent
+from lightning_fl.objectives import FedSAM
+from lightning_fl.types import FederationError
+
+
+def copied(buffers):
+    return {n: b.clone() for n, b in buffers.items()}
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_by_hand(run, batchnorm, adaptive):
+    """The first pass leaves the running statistics; one norm over all parameters of a client."""
+    first, options = network(batchnorm).double(), {"rho": 0.4, "adaptive": adaptive, "offset": 0.3}
+    user, other = (
+        FedSAM(network(batchnorm), optimizer=sgd(weight_decay=0.1), **options).double()
+        for _ in range(2)
+    )
+    _, rounds, data = run(user, rounds=2)
+
+    def scale(p):
+        return p.abs() + 0.3 if adaptive and p.ndim > 1 else torch.ones_like(p)
+
+    def train(client, w, buffers, batches):
+        for batch in batches:
+            g = task_gradient(w, copied(buffers), batch)
+            flat = torch.cat([(scale(w[n]) * g[n]).flatten() for n in w])
+            near = {n: w[n] + 0.4 * scale(w[n]) ** 2 * g[n] / flat.norm() for n in w}
+            g = task_gradient(near, buffers, batch)
+            w = moved(w, {n: g[n] + 0.1 * w[n] for n in w})
+        return w, buffers
+
+    params, buffers = simulate(first, rounds, data.num_samples, train)
+    run(other, 2, rounds=2)
+    for net in (user.net, other.net):
+        assert_equal(net, params, buffers)
+
+
+def test_without_distance_it_is_fedavg(run):
+    plain = ClientModule(network(True), optimizer=sgd()).double()
+    none = FedSAM(network(True), rho=0.0, optimizer=sgd()).double()
+    run(plain)
+    run(none)
+    for name, value in plain.net.state_dict().items():
+        assert torch.equal(value, none.net.state_dict()[name])
+
+
+def test_a_gradient_of_zero_moves_nothing():
+    zero = {"w": torch.zeros(2, 2)}
+    for offset in (None, 0.1):
+        assert torch.equal(ascent({"w": torch.ones(2, 2)}, zero, 0.5, offset)["w"], zero["w"])
+
+
+def test_frozen_parameters_stay(run):
+    user = FedSAM(network(True), optimizer=sgd()).double()
+    user.net[0].requires_grad_(False)
+    before = user.net[0].weight.detach().clone()
+    run(user, rounds=1)
+    assert torch.equal(user.net[0].weight, before)
+    with pytest.raises(FederationError, match="rho"):
+        FedSAM(network(True), rho=-1.0)
