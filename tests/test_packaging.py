@@ -140,8 +140,9 @@ def test_citation_and_changelog_have_the_version():
 
 def test_every_dependency_has_one_lower_bound():
     lines = [try_release.lowest(requirement) for requirement in try_release.requirements()]
-    assert "torch==2.11" in lines
-    assert len(lines) == len(PYPROJECT["project"]["dependencies"]) + 1
+    names = {line.partition("==")[0] for line in lines}
+    assert names > {"torch", "torchvision", "torchaudio", "matplotlib", "scikit-learn"}
+    assert len(names) == len(lines)
 
 
 def test_the_pythons_of_the_classifiers_are_tried():

@@ -19,7 +19,7 @@ import sys
 import time
 import tomllib
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -40,8 +40,18 @@ FEW_ROUNDS = "--trainer.max_epochs=2"
 
 def requirements() -> list[Requirement]:
     """Return what a user of the README installs: the dependencies and the extra ``demo``."""
-    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["demo"]]
-    return [Requirement(line) for line in lines]
+    return expanded([*PROJECT["dependencies"], f"{PROJECT['name']}[demo]"])
+
+
+def expanded(lines: Sequence[str]) -> list[Requirement]:
+    """Return requirements, with those of the extras in place of the package's own name."""
+    found = []
+    for requirement in map(Requirement, lines):
+        extras = sorted(requirement.extras) if requirement.name == PROJECT["name"] else ()
+        for extra in extras:
+            found += expanded(PROJECT["optional-dependencies"][extra])
+        found += [] if extras else [requirement]
+    return found
 
 
 def lowest(requirement: Requirement) -> str:
