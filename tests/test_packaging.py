@@ -143,6 +143,7 @@ def test_every_dependency_has_one_lower_bound():
     names = {line.partition("==")[0] for line in lines}
     assert names > {"torch", "torchvision", "torchaudio", "matplotlib", "scikit-learn"}
     assert len(names) == len(lines)
+    assert set(lines) < set(try_release.constraints("lowest").splitlines())
 
 
 def test_the_pythons_of_the_classifiers_are_tried():
@@ -159,6 +160,7 @@ def test_the_pythons_of_the_classifiers_are_tried():
     ci, *others = named
     assert workflows[0]["jobs"]["ci"]["steps"][1]["with"]["python-version"] == ci
     assert workflows[0]["jobs"]["pythons"]["strategy"]["matrix"]["python"] == others
+    assert workflows[0]["jobs"]["lowest"]["steps"][1]["with"]["python-version"] == ci
 
 
 def test_the_script_of_the_release_finds_commands_and_code():

@@ -36,6 +36,8 @@ RESOLUTIONS = ("newest", "lowest")
 SHOWN = ("torch", "lightning", "numpy")
 HEAD = ("Python", "resolution", *SHOWN, "result", "seconds")
 FEW_ROUNDS = "--trainer.max_epochs=2"
+#: Constraints that the lowest versions would need to declare themselves.
+OLD = ("pyparsing<3.1",)  # matplotlib 3.9 uses names that newer ones warn of
 
 
 def requirements() -> list[Requirement]:
@@ -63,6 +65,12 @@ def lowest(requirement: Requirement) -> str:
     """
     (bound,) = (s.version for s in requirement.specifier if s.operator == ">=")
     return f"{requirement.name}=={bound}"
+
+
+def constraints(resolution: str) -> str:
+    """Return the constraints of pip for a resolution."""
+    lines = [*map(lowest, requirements()), *OLD] if resolution == "lowest" else []
+    return "\n".join(lines)
 
 
 def own_module() -> str:
@@ -116,11 +124,10 @@ def install(python: str, resolution: str, wheel: Path, folder: Path) -> Environm
     """Make an environment and install the wheel with the extra ``demo``."""
     environment = Environment(folder)
     environment.run(f"{shlex.quote(python)} -m venv {shlex.quote(str(folder / 'env'))}")
-    constraints = folder / "constraints.txt"
-    lines = [lowest(r) for r in requirements()] if resolution == "lowest" else []
-    constraints.write_text("\n".join(lines), encoding="utf-8")
+    file = folder / "constraints.txt"
+    file.write_text(constraints(resolution), encoding="utf-8")
     environment.run(
-        f"python -m pip install --constraint {shlex.quote(str(constraints))}"
+        f"python -m pip install --constraint {shlex.quote(str(file))}"
         f" {shlex.quote(f'{wheel}[demo]')}"
     )
     return environment
@@ -195,7 +202,13 @@ def main() -> None:
         "--resolution", nargs="+", choices=RESOLUTIONS, default=RESOLUTIONS, help="default: both"
     )
     parser.add_argument("--wheel", type=Path, help="an existing wheel; by default, one is built")
+    parser.add_argument(
+        "--constraints", action="store_true", help="only print the lowest versions, for pip"
+    )
     asked = parser.parse_args()
+    if asked.constraints:
+        print(constraints("lowest"))
+        return
     failed = False
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|", flush=True)
     with wheel_to_try(asked.wheel) as wheel:
