@@ -22,8 +22,8 @@ from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.participation import Participation
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.contracts.update import ServerState
-from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.extras import imported
+from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.files import csv_text, write_atomically
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.options import check_integer, describe

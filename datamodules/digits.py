@@ -15,7 +15,8 @@ class Digits(ImageDataModule):
     """1,797 handwritten digits, ``[1, 8, 8]``, which are part of scikit-learn.
 
     There is no official test set. This class uses a fixed, stratified test set of 359 samples.
-    Requires scikit-learn: ``pip install "lightning_fl[sklearn]"``. Options are those of :class:`ImageDataModule`.
+    Requires scikit-learn: ``pip install "lightning_fl[sklearn]"``. Options are those of
+    :class:`ImageDataModule`.
 
     Raises:
         FederationError: If an option is out of range.

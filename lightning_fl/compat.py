@@ -1,7 +1,7 @@
 """Packages that import ``pytorch_lightning`` get ``lightning.pytorch``: import this module first.
 
-Both packages have the same code, but their classes are not compatible. After
-``import lightning_fl.compat``, the names ``pytorch_lightning`` and ``lightning_fabric`` are those of
+Both packages have the same code, but their classes are not compatible. After ``import
+lightning_fl.compat``, the names ``pytorch_lightning`` and ``lightning_fabric`` stand for
 ``lightning.pytorch`` and ``lightning.fabric`` in the whole process.
 
 Raises:

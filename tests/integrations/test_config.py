@@ -119,6 +119,7 @@ class Numbers(FederatedDataModule):
 """
 
 
+@pytest.mark.filterwarnings("ignore:You have overridden")  # Lightning's, as in a simulation
 def test_a_hook_of_the_module_is_called_at_a_site(config, monkeypatch):
     Path("own_hook.py").write_text(OWN_HOOK)
     monkeypatch.syspath_prepend(".")
