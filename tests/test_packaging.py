@@ -160,6 +160,8 @@ def test_the_pythons_of_the_classifiers_are_tried():
     ci, *others = named
     assert workflows[0]["jobs"]["ci"]["steps"][1]["with"]["python-version"] == ci
     assert workflows[0]["jobs"]["pythons"]["strategy"]["matrix"]["python"] == others
+    (left_out,) = workflows[1]["jobs"]["wheel"]["strategy"]["matrix"]["exclude"]
+    assert f"python{left_out['python']}" == try_release.NEWEST_ONLY
     assert workflows[0]["jobs"]["lowest"]["steps"][1]["with"]["python-version"] == ci
 
 
