@@ -13,7 +13,10 @@ NEEDED_BY = {
 }
 #: Files that processes of other libraries import.
 OF_OTHERS = ["tests/integrations/flower_apps.py", "tests/integrations/nvflare_job"]
+#: Changes names of the whole process.
+ALIAS = "lightning_fl/compat.py"
 collect_ignore = [
+    ALIAS,
     *OF_OTHERS,
     *(file for package, files in NEEDED_BY.items() if not find_spec(package) for file in files),
 ]

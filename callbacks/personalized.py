@@ -13,6 +13,7 @@ from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.callbacks.client_table import KINDS, summary, write_table
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.errors import FederationError, first_line
+from lightning_fl.extras import imported
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_integer, check_number
@@ -74,9 +75,9 @@ class PersonalizedEvaluation(Callback):
         name: Name of the files, without ``.csv`` and ``.png``.
 
     Raises:
-        FederationError: If an option is out of range. At the start of a fit, if there is no
-            :class:`FederatedLoop`, there are no local test samples, or the metric does not return
-            one score per sample.
+        FederationError: If an option is out of range, or matplotlib is not installed (extra
+            ``report``). At the start of a fit, if there is no :class:`FederatedLoop`, there are no
+            local test samples, or the metric does not return one score per sample.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class PersonalizedEvaluation(Callback):
         metric: Callable[[LightningModule, Any], Tensor] | None = None,
         name: str = "clients",
     ) -> None:
+        imported("matplotlib", "PersonalizedEvaluation", "report")
         self.steps = check_integer("steps", steps, min=0)
         self.local_steps = check_integer("local_steps", local_steps, min=0)
         self.lr = check_number("lr", lr, above=0, optional=True)

@@ -22,6 +22,7 @@ from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.participation import Participation
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.contracts.update import ServerState
+from lightning_fl.extras import imported
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.files import csv_text, write_atomically
 from lightning_fl.objectives.client_module import ClientModule
@@ -81,10 +82,12 @@ class RunReport(Callback):
             column.
 
     Raises:
-        FederationError: If ``client_samples`` is negative.
+        FederationError: If ``client_samples`` is negative, or matplotlib is not installed (extra
+            ``report``).
     """
 
     def __init__(self, client_samples: int = 200) -> None:
+        imported("matplotlib", "RunReport", "report")
         self.client_samples = check_integer("client_samples", client_samples, min=0)
         #: Outcome of every client in every round; None if a resumed run lacks its first rounds.
         self.participation: Participation | None = None

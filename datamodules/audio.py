@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from scipy.io import wavfile
 from torch import Tensor, nn
-from torchaudio.functional import resample
-from torchaudio.transforms import MelSpectrogram
 
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.loader import module_dtype
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.errors import FederationError
+from lightning_fl.extras import imported
 from lightning_fl.files import data_root, error_context
 from lightning_fl.functional.augmentation import choices, mask_span, shift
 from lightning_fl.functional.randomness import RandomStream, generator
@@ -92,7 +91,8 @@ def read_recording(path: Path, rate: int) -> Tensor:
     if found != rate:
         # An approximate ratio: the size of the filter grows with numerator and denominator.
         ratio = Fraction(found, rate).limit_denominator(1000)
-        wave = resample(wave, ratio.numerator, ratio.denominator)
+        functional = imported("torchaudio.functional", "read_recording", "audio")
+        wave = functional.resample(wave, ratio.numerator, ratio.denominator)
     return wave
 
 
@@ -121,7 +121,8 @@ class LogMel(nn.Module):
         hint = "increase seconds, or decrease image_size"
         hop = check_integer("samples", samples, min=max(2, size), hint=hint) // size
         # The window is twice the hop, rounded up to a power of two: at 16 kHz 64 ms every 31 ms.
-        self.mel = MelSpectrogram(
+        transforms = imported("torchaudio.transforms", "LogMel", "audio")
+        self.mel = transforms.MelSpectrogram(
             rate, n_fft=1 << (2 * hop - 1).bit_length(), hop_length=hop, n_mels=size, power=2.0
         )
 
@@ -206,7 +207,8 @@ class Augment:
 class AudioDataModule(FederatedDataModule, ABC):
     """Keep clips in memory as int16 and compute log-mel spectrograms on the training device.
 
-    Each batch becomes ``[n, 1, 32, 32]`` after its transfer to the device.
+    Each batch becomes ``[n, 1, 32, 32]`` after its transfer to the device. Requires torchaudio:
+    ``pip install "lightning_fl[audio]"``.
 
     Args:
         root: Folder of data sets. None means the folder in the environment variable

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torchvision
 
 from lightning_fl.datamodules.images import TorchvisionDataModule
 from lightning_fl.errors import FederationError
+from lightning_fl.extras import imported
 
 #: Functions that restore arrays in pickles of protocol 2 and protocol 5.
 _RECONSTRUCT, _FROM_BUFFER = (np.zeros(1).__reduce_ex__(protocol)[0] for protocol in (2, 5))
@@ -40,8 +40,7 @@ class _Arrays(pickle.Unpickler):
 class _Unchecked:
     """Read CIFAR-10 files without checksums, such as files made from JPEG images."""
 
-    def __init__(self, root: str, train: bool) -> None:
-        official = torchvision.datasets.CIFAR10
+    def __init__(self, official: Any, root: str, train: bool) -> None:
         files = official.train_list if train else official.test_list
         parts = [_read(Path(root, official.base_folder, name)) for name, _ in files]
         self.data = np.concatenate([x for x, _ in parts]).reshape(-1, 3, 32, 32)
@@ -74,6 +73,7 @@ class CIFAR10(TorchvisionDataModule):
 
     def open(self, train: bool, download: bool) -> Any:
         """Return the data set. Checksums are verified only for a download."""
+        official = imported("torchvision.datasets", "CIFAR10", "vision").CIFAR10
         if download:
-            return torchvision.datasets.CIFAR10(self.root, train, download=True)
-        return _Unchecked(self.root, train)
+            return official(self.root, train, download=True)
+        return _Unchecked(official, self.root, train)

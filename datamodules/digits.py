@@ -7,6 +7,7 @@ import torch
 from lightning_fl.datamodules.images import ImageDataModule
 from lightning_fl.datamodules.splits import hold_out
 from lightning_fl.datamodules.storage import InMemory
+from lightning_fl.extras import imported
 from lightning_fl.functional.randomness import RandomStream, generator
 
 
@@ -14,7 +15,8 @@ class Digits(ImageDataModule):
     """1,797 handwritten digits, ``[1, 8, 8]``, which are part of scikit-learn.
 
     There is no official test set. This class uses a fixed, stratified test set of 359 samples.
-    Options are those of :class:`ImageDataModule`.
+    Requires scikit-learn: ``pip install "lightning_fl[sklearn]"``. Options are those of
+    :class:`ImageDataModule`.
 
     Raises:
         FederationError: If an option is out of range.
@@ -32,9 +34,7 @@ class Digits(ImageDataModule):
 
     def load(self, train: bool) -> InMemory:
         """Return the training or the test samples."""
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
+        digits = imported("sklearn.datasets", "Digits", "sklearn").load_digits()
         images = torch.as_tensor(digits.images).to(torch.uint8)[:, None]
         labels = torch.as_tensor(digits.target)
         kept, held = hold_out(labels, 359, generator(0, RandomStream.HOLD_OUT))

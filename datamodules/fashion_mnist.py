@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torchvision
-
 from lightning_fl.datamodules.images import TorchvisionDataModule
+from lightning_fl.extras import imported
 
 
 class FashionMNIST(TorchvisionDataModule):
@@ -17,4 +16,5 @@ class FashionMNIST(TorchvisionDataModule):
 
     def open(self, train: bool, download: bool) -> Any:
         """Return torchvision's data set."""
-        return torchvision.datasets.FashionMNIST(self.root, train, download=download)
+        datasets = imported("torchvision.datasets", "FashionMNIST", "vision")
+        return datasets.FashionMNIST(self.root, train, download=download)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms.functional import pil_to_tensor
 
 from lightning_fl.datamodules.federated import FederatedDataModule
+from lightning_fl.datamodules.inputs import pixels
 from lightning_fl.datamodules.storage import check_map_style
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
@@ -149,8 +149,7 @@ def _pixels(image: Any) -> Tensor:
             f"images must be 8-bit gray or RGB, got {got}: pass transform, a function of the image"
             " that returns a tensor, or remove rows without an image"
         )
-    pixels: Tensor = pil_to_tensor(image)
-    return pixels / 255
+    return pixels(image)
 
 
 class Rows(Dataset[Any]):

@@ -122,7 +122,7 @@ def _scaled(
 class TorchvisionDataModule(ImageDataModule, ABC):
     """Base class of torchvision data sets, read from ``root`` in torchvision's layout.
 
-    The test set is the official one.
+    The test set is the official one. Requires torchvision: ``pip install "lightning_fl[vision]"``.
 
     Args:
         root: Folder of data sets. None means the folder in the environment variable

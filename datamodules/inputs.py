@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
-from torchvision.transforms.functional import pil_to_tensor, resize
 
 from lightning_fl.errors import FederationError
 from lightning_fl.options import check_integer
@@ -18,6 +18,9 @@ from lightning_fl.options import check_integer
 LEAF_CHARACTERS = (
     "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 )
+
+#: Number of PIL's bilinear filter, which torchvision uses for images.
+BILINEAR = 2
 
 
 class Characters:
@@ -128,5 +131,14 @@ class Resized:
 
     def __call__(self, image: Any) -> Tensor:
         """Return the tensor of a PIL image."""
-        pixels: Tensor = pil_to_tensor(resize(image.convert("RGB"), [self.size, self.size]))
-        return pixels / 255
+        return pixels(image.convert("RGB").resize((self.size, self.size), BILINEAR))
+
+
+def pixels(image: Any) -> Tensor:
+    """Return the tensor of a PIL image, ``[channels, height, width]``, with values from 0 to 1.
+
+    Args:
+        image: An image in 8-bit gray or RGB.
+    """
+    values = torch.from_numpy(np.array(image))
+    return values.view(*values.shape[:2], -1).permute(2, 0, 1) / 255

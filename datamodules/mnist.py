@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torchvision
-
 from lightning_fl.datamodules.images import TorchvisionDataModule
+from lightning_fl.extras import imported
 
 
 class MNIST(TorchvisionDataModule):
@@ -16,4 +15,5 @@ class MNIST(TorchvisionDataModule):
 
     def open(self, train: bool, download: bool) -> Any:
         """Return torchvision's data set."""
-        return torchvision.datasets.MNIST(self.root, train, download=download)
+        datasets = imported("torchvision.datasets", "MNIST", "vision")
+        return datasets.MNIST(self.root, train, download=download)

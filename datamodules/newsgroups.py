@@ -10,15 +10,21 @@ from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.inputs import Words
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.errors import FederationError
+from lightning_fl.extras import imported
 from lightning_fl.files import data_root
 from lightning_fl.options import check_flag
+
+
+def _datasets() -> Any:
+    return imported("sklearn.datasets", "Newsgroups", "sklearn")
 
 
 class Newsgroups(FederatedDataModule):
     """The posts of 20 Newsgroups as indices of words, ``[length]``; the newsgroup is the class.
 
     scikit-learn downloads the version that is sorted by date, without headers, footers and quotes:
-    11,314 posts for training and 7,532 for test.
+    11,314 posts for training and 7,532 for test. Requires scikit-learn: ``pip install
+    "lightning_fl[sklearn]"``.
 
     Args:
         root: Folder of data sets. None means the folder in the environment variable
@@ -48,16 +54,12 @@ class Newsgroups(FederatedDataModule):
     def prepare_data(self) -> None:
         """Download the files if ``download`` is set."""
         if self.download:
-            from sklearn.datasets import fetch_20newsgroups  # takes most of a second
-
-            fetch_20newsgroups(data_home=self.root)
+            _datasets().fetch_20newsgroups(data_home=self.root)
 
     def load(self, train: bool) -> InMemory:
         """Return the training or the test samples."""
-        from sklearn.datasets import fetch_20newsgroups
-
         try:
-            posts = fetch_20newsgroups(
+            posts = _datasets().fetch_20newsgroups(
                 data_home=self.root,
                 subset="train" if train else "test",
                 remove=("headers", "footers", "quotes"),

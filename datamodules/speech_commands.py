@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchaudio.datasets import SPEECHCOMMANDS
-
 from lightning_fl.datamodules.audio import AudioDataModule, Clip
 from lightning_fl.errors import FederationError
+from lightning_fl.extras import imported
 from lightning_fl.files import error_context
 from lightning_fl.options import check_flag
 
@@ -63,7 +62,8 @@ class SpeechCommands(AudioDataModule):
         """Download the files if ``download`` is set."""
         if self.download and not self.folder.is_dir():
             Path(self.root).mkdir(parents=True, exist_ok=True)
-            SPEECHCOMMANDS(self.root, VERSION, download=True)
+            datasets = imported("torchaudio.datasets", "SpeechCommands", "audio")
+            datasets.SPEECHCOMMANDS(self.root, VERSION, download=True)
 
     def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
         """Return the clips of a part, according to the lists of the data set."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 else:  # jsonargparse cannot construct subclasses of Dataset[Any] from a config
     AnyDataset = Dataset
 
+#: Signed integers of the size of unsigned ones.
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 class InMemory(TensorDataset):
     """Tensors of equal length in memory. A batch takes one indexing operation per tensor.
@@ -65,13 +68,22 @@ class InMemory(TensorDataset):
         index = index.to(self.device, non_blocking=True)
         # index_select is several times faster than t[index] for small batches.
         if not reuse:
-            return [t.index_select(0, index) for t in self.tensors]
+            return [_selected(t, index) for t in self.tensors]
         n = len(index)
         if n not in self._buffers:
             self._buffers[n] = tuple(t.new_empty(n, *t.shape[1:]) for t in self.tensors)
         for tensor, buffer in zip(self.tensors, self._buffers[n], strict=True):
-            torch.index_select(tensor, 0, index, out=buffer)
+            _selected(tensor, index, buffer)
         return list(self._buffers[n])
+
+
+def _selected(tensor: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return rows of a tensor; PyTorch before 2.11 selects those of signed integers only."""
+    kind = SIGNED.get(tensor.dtype)
+    if kind is None:
+        return torch.index_select(tensor, 0, index, out=out)
+    view = None if out is None else out.view(kind)
+    return torch.index_select(tensor.view(kind), 0, index, out=view).view(tensor.dtype)
 
 
 def check_map_style(data: Any, name: str) -> None:

@@ -28,7 +28,8 @@ def check_package(value: Any, kind: type) -> None:
         raise FederationError(
             f"{type(value).__name__} comes from the package pytorch_lightning, which is not"
             " compatible with lightning: use `import lightning as L` instead of"
-            " `import pytorch_lightning as pl` for the module, the Trainer and its callbacks"
+            " `import pytorch_lightning as pl` for the module, the Trainer and its callbacks, or"
+            " `import lightning_fl.compat` before a package that does the latter"
         )
 
 

@@ -28,9 +28,11 @@ import torch
 from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils import backend_registration
 
 NAME = "pretend"
+#: Function of torch that makes it known, from torch 2.10 on.
+SETUP = "_setup_privateuseone_for_python_backend"
 #: Operations that may have tensors of both devices.
 _COPIES = ("_to_copy", "copy_", "_foreach_copy_", "_copy_from")
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
@@ -321,7 +323,7 @@ class PretendAccelerator(Accelerator):
 @cache
 def install():
     """Make the device known to torch, for the rest of the process, and return it."""
-    _setup_privateuseone_for_python_backend(NAME)
+    getattr(backend_registration, SETUP)(NAME)
     library = torch.library.Library("_", "IMPL")
     library.fallback(_run, dispatch_key="PrivateUse1")
     install.kept = library, _PretendFunctions()  # undone when they are garbage

@@ -76,7 +76,7 @@ def test_it_is_valid_and_stored_without_outputs(path):
 def test_it_begins_with_a_title_and_installs_what_is_missing(path):
     title, install = read(path).cells[:2]
     assert re.match(r"# \w[^\n]*\n\n", title.source)
-    extra = "[privacy]" if path.stem == "private" else ""
+    extra = "[all,privacy]" if path.stem == "private" else "[all]"
     checkout = f"../..{extra}"  # all that there is where the project names no repository
     package = f"lightning_fl{extra} @ git+{REPOSITORY}" if REPOSITORY else checkout
     assert f'    %pip install -q "{package}"' in install.source.splitlines()

@@ -19,7 +19,7 @@ import sys
 import time
 import tomllib
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -32,16 +32,30 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PYTHONS = ("python3.11", "python3.12", "python3.13")
 RESOLUTIONS = ("newest", "lowest")
+#: The lowest numpy and scipy have no wheels for it.
+NEWEST_ONLY = "python3.13"
 #: Packages whose versions the table shows.
 SHOWN = ("torch", "lightning", "numpy")
 HEAD = ("Python", "resolution", *SHOWN, "result", "seconds")
 FEW_ROUNDS = "--trainer.max_epochs=2"
+#: Constraints that the lowest versions would need to declare themselves.
+OLD = ("pyparsing<3.1",)  # matplotlib 3.9 uses names that newer ones warn of
 
 
 def requirements() -> list[Requirement]:
     """Return what a user of the README installs: the dependencies and the extra ``demo``."""
-    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["demo"]]
-    return [Requirement(line) for line in lines]
+    return expanded([*PROJECT["dependencies"], f"{PROJECT['name']}[demo]"])
+
+
+def expanded(lines: Sequence[str]) -> list[Requirement]:
+    """Return requirements, with those of the extras in place of the package's own name."""
+    found = []
+    for requirement in map(Requirement, lines):
+        extras = sorted(requirement.extras) if requirement.name == PROJECT["name"] else ()
+        for extra in extras:
+            found += expanded(PROJECT["optional-dependencies"][extra])
+        found += [] if extras else [requirement]
+    return found
 
 
 def lowest(requirement: Requirement) -> str:
@@ -53,6 +67,12 @@ def lowest(requirement: Requirement) -> str:
     """
     (bound,) = (s.version for s in requirement.specifier if s.operator == ">=")
     return f"{requirement.name}=={bound}"
+
+
+def constraints(resolution: str) -> str:
+    """Return the constraints of pip for a resolution."""
+    lines = [*map(lowest, requirements()), *OLD] if resolution == "lowest" else []
+    return "\n".join(lines)
 
 
 def own_module() -> str:
@@ -106,11 +126,10 @@ def install(python: str, resolution: str, wheel: Path, folder: Path) -> Environm
     """Make an environment and install the wheel with the extra ``demo``."""
     environment = Environment(folder)
     environment.run(f"{shlex.quote(python)} -m venv {shlex.quote(str(folder / 'env'))}")
-    constraints = folder / "constraints.txt"
-    lines = [lowest(r) for r in requirements()] if resolution == "lowest" else []
-    constraints.write_text("\n".join(lines), encoding="utf-8")
+    file = folder / "constraints.txt"
+    file.write_text(constraints(resolution), encoding="utf-8")
     environment.run(
-        f"python -m pip install --constraint {shlex.quote(str(constraints))}"
+        f"python -m pip install --constraint {shlex.quote(str(file))}"
         f" {shlex.quote(f'{wheel}[demo]')}"
     )
     return environment
@@ -185,11 +204,19 @@ def main() -> None:
         "--resolution", nargs="+", choices=RESOLUTIONS, default=RESOLUTIONS, help="default: both"
     )
     parser.add_argument("--wheel", type=Path, help="an existing wheel; by default, one is built")
+    parser.add_argument(
+        "--constraints", action="store_true", help="only print the lowest versions, for pip"
+    )
     asked = parser.parse_args()
+    if asked.constraints:
+        print(constraints("lowest"))
+        return
     failed = False
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|", flush=True)
     with wheel_to_try(asked.wheel) as wheel:
         for resolution, python in product(asked.resolution, asked.python):
+            if (resolution, python) == ("lowest", NEWEST_ONLY):
+                continue
             cells = row(python, resolution, wheel)
             print("| " + " | ".join(cells) + " |", flush=True)
             failed |= "passed" not in cells

@@ -56,8 +56,12 @@ def _run(words: Sequence[str]) -> None:
         else:
             quick.methods(asked.word)
     else:
-        from lightning_fl.cli.run import run
+        from lightning_fl.errors import FederationError
 
+        try:
+            from lightning_fl.cli.run import run
+        except FederationError as error:  # without the extra that draws figures
+            fail(str(error))
         run(asked, options)
 
 

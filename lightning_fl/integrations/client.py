@@ -335,13 +335,8 @@ class OneClient(FederatedLoop):
                 " module from the same weights on both, or set send_frozen=True on the server"
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the model again: the server has called the hooks of the module, too."""
-        self._load(pl_module)
-        super().on_train_start(trainer, pl_module)
-
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the model once more, and start the round."""
+        """Load the model again, which hooks of the module may have changed, and start the round."""
         self._load(pl_module)
         super().on_train_epoch_start(trainer, pl_module)
 

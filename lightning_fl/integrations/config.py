@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import Dataset
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromClients
+from lightning_fl.hooks import overrides
 from lightning_fl.integrations.client import OF_CLIENT, RemoteClient
 from lightning_fl.integrations.server import OF_SERVER, RemoteServer
+from lightning_fl.runners.step_hooks import TRANSFER_HOOKS
 
 #: Options of the Trainer that the local training of a client depends on.
 TRAINING = (
@@ -109,19 +110,11 @@ class Site(FromClients):
         options = {name: getattr(like, name) for name in names}
         super().__init__([samples], val_size=0, collate_fn=like.collate_fn, **options)
         self.like = like
+        for name in TRANSFER_HOOKS:  # others are those of the module, as in a simulation
+            if overrides(like, name, LightningDataModule):
+                vars(self)[name] = getattr(like, name)
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Call the hook of the other data module."""
+    def setup(self, stage: str | None = None) -> None:
+        """Give the other data module, whose hooks are called, the Trainer."""
         self.like.trainer = self.trainer
-        return self.like.on_before_batch_transfer(batch, dataloader_idx)
-
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> Any:
-        """Call the hook of the other data module."""
-        return self.like.transfer_batch_to_device(batch, device, dataloader_idx)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Call the hook of the other data module."""
-        self.like.trainer = self.trainer
-        return self.like.on_after_batch_transfer(batch, dataloader_idx)
+        super().setup(stage)

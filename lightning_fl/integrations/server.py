@@ -231,7 +231,7 @@ class RemoteServer(FederatedLoop):
             round.load(step)
             if not torch.equal(sent, round.start.vector):
                 sent = round.start.vector
-                same["model"] = self._model_to_send()
+                same["model"] = self.model()
             row = step.rows[0]
             task: dict[str, Any] = {
                 "client": int(plan.clients[row]),
@@ -246,10 +246,7 @@ class RemoteServer(FederatedLoop):
         return tasks
 
     def model(self) -> dict[str, Tensor]:
-        """Return a copy of the global model, a ``state_dict`` on the CPU."""
-        return on_cpu(self.module.state_dict())
-
-    def _model_to_send(self) -> dict[str, Tensor]:
+        """Return a copy of the model in the module on the CPU, without what is not sent."""
         state = self.module.state_dict()
         return on_cpu({name: t for name, t in state.items() if name not in self._left_out})
 

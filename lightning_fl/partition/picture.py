@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
+from lightning_fl.extras import imported
 from lightning_fl.partition.base import classes_of
 from lightning_fl.partition.summary import label_drift
 
@@ -33,7 +34,7 @@ def plot(
         A figure without a window; ``figure.savefig("split.png")`` writes it.
 
     Raises:
-        FederationError: If a class has no name.
+        FederationError: If a class has no name, or matplotlib is not installed.
 
     Example:
         >>> from lightning_fl.partition import ByLabel
@@ -42,6 +43,7 @@ def plot(
         >>> plot(parts, labels).axes[0].get_title(loc="left")
         '10 clients, 60 samples'
     """
+    imported("matplotlib", "partition.plot", "report")
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

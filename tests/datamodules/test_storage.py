@@ -107,3 +107,13 @@ def test_an_empty_data_set_is_refused_by_name(name):
 def test_held_out_samples_stay_in_memory():
     assert isinstance(federated(val_size=6).val, InMemory)
     assert isinstance(federated(Own(*numbered().tensors), val_size=6).val, Subset)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_integers_are_fetched_by_every_pytorch(dtype):
+    values = torch.tensor([0, 60_000, 7]).to(dtype)
+    data = InMemory(values)
+    for reuse in (False, True, True):
+        (found,) = data.fetch(torch.tensor([2, 1]), reuse)
+        assert found.dtype == dtype
+        assert found.tolist() == [7, 60_000]

@@ -98,6 +98,46 @@ def test_a_site_has_the_loader_and_the_hooks_of_the_configuration(config):
     assert torch.equal(own.delta, simulated.delta)
 
 
+OWN_HOOK = """
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_fl import ClientModule
+from lightning_fl.datamodules import FederatedDataModule
+
+
+class Scaled(ClientModule):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return x / 16, y
+
+
+class Numbers(FederatedDataModule):
+    def __init__(self, num_clients: int = 4):
+        x = torch.arange(64 * 40).view(40, 64) % 17
+        super().__init__(TensorDataset(x.float(), torch.arange(40) % 10), num_clients=num_clients)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden")  # Lightning's, as in a simulation
+def test_a_hook_of_the_module_is_called_at_a_site(config, monkeypatch):
+    Path("own_hook.py").write_text(OWN_HOOK)
+    monkeypatch.syspath_prepend(".")
+    model = {**yaml.safe_load(CONFIG)["model"], "class_path": "own_hook.Scaled"}
+    path = changed(model=model, data={"class_path": "own_hook.Numbers"})
+    found, data = read_config(path), read_config(path).data
+    monkeypatch.delitem(sys.modules, "own_hook")
+    data.setup("fit")
+    server = found.server()
+    server.begin(*zip(*(found.client().work(i) for i in range(4)), strict=True), num_rounds=1)
+    task = min(server.tasks(), key=lambda task: task.client)
+    part = data.parts[task.client].tolist()
+    samples = torch.utils.data.TensorDataset(*data.train[part])
+    own, _ = found.client(samples).train(task, Kept())
+    simulated, _ = read_config(path).client().train(task, Kept())
+    assert torch.equal(own.delta, simulated.delta)
+
+
 def test_the_app_has_the_configuration_and_the_modules_that_it_names(config, monkeypatch):
     Path("my_rule.py").write_text(
         "from lightning_fl.aggregators import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n"

@@ -806,7 +806,7 @@ def test_an_assignment_to_a_buffer_is_refused():
 
     net = Written(forward, top=nn.Linear(6, 3))
     net.register_buffer("steps", steps := torch.zeros(()))
-    with pytest.raises(FederationError, match=r"assigns to the buffer steps.*self.steps.add_\(1\)"):
+    with pytest.raises(FederationError, match=r"buffer '?steps"):  # PyTorch 2.6 refuses it itself
         Recorder(net)
     assert net.steps is steps
 
