@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -30,7 +30,7 @@ from lightning_fl.datamodules.classes import check_classes, with_classes
 from lightning_fl.datamodules.loader import Batches, Collate, Workers, round_loader
 from lightning_fl.datamodules.splits import Split, split_samples
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, in_memory, subset
-from lightning_fl.errors import FederationError
+from lightning_fl.errors import FederationError, check_package
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.partition import IID, Manifest, Partition
@@ -201,6 +201,16 @@ class FederatedDataModule(LightningDataModule):
         self.num_clients = count
         self._present(parts)
 
+    @property
+    def trainer(self) -> Trainer | None:
+        """Trainer; set by Lightning at the start of a fit or test."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        check_package(trainer, Trainer)  # whose own error would not say why
+        self._trainer = trainer
+
     def teardown(self, stage: str) -> None:
         """End the loader processes."""
         self._workers.clear()
@@ -342,7 +352,7 @@ class FederatedDataModule(LightningDataModule):
         This holds for tensors in memory, unless a hook of a subclass may change whole batches.
         Otherwise the samples are collated client by client.
         """
-        packages = {getattr(type(self), name).__module__ for name in TRANSFER_HOOKS}
+        packages = {getattr(self, name).__module__ for name in TRANSFER_HOOKS}
         return (
             isinstance(self.train, InMemory)
             and self.collate_fn is default_collate
@@ -422,8 +432,7 @@ class FederatedDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
-        batches = self._batches(self._test_samples(), "test")
-        return self._loader(batches, batch_size=self.eval_batch_size)
+        return self._loader(self._batches(self._test_samples()), batch_size=self.eval_batch_size)
 
     def _test_samples(self) -> Any:
         if self.test is None:

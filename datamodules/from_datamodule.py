@@ -76,14 +76,11 @@ class FromDataModule(FederatedDataModule):
         **options: Any,
     ) -> None:
         check_package(datamodule, LightningDataModule)
-        if not isinstance(datamodule, LightningDataModule):
+        is_federated = isinstance(datamodule, FederatedDataModule)  # which the Trainer takes
+        if is_federated or not isinstance(datamodule, LightningDataModule):
             raise FederationError(
-                f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}"
-            )
-        if isinstance(datamodule, FederatedDataModule):
-            raise FederationError(
-                f"{type(datamodule).__name__} is a FederatedDataModule already: pass it to the"
-                " Trainer"
+                "datamodule must be a LightningDataModule that is not a FederatedDataModule, got"
+                f" {type(datamodule).__name__}"
             )
         self.datamodule = datamodule
         given: dict[str, Any] = {
@@ -172,12 +169,6 @@ class FromDataModule(FederatedDataModule):
             setattr(self, option, getattr(loader, option.removeprefix("eval_")))
         self._loaders[use] = loader
         return loader.dataset
-
-    @property
-    def has_samples_in_front(self) -> bool:
-        """See the base class; a hook of the data module may change whole batches."""
-        changes = any(name in vars(self) for name in TRANSFER_HOOKS)
-        return super().has_samples_in_front and not changes
 
     def predict_dataloader(self) -> Any:
         """Return the loader of the data module."""

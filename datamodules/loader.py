@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from lightning.pytorch import Trainer
@@ -152,16 +153,16 @@ class Workers:
 class RoundLoader(DataLoader[Any]):
     """Loader that Lightning can resume, because its batches depend only on the plan."""
 
-    #: Loader processes that outlive this loader; None starts new ones.
-    workers: Workers | None = None
+    #: Reference to loader processes that outlive this loader, until the end of the fit.
+    workers: ReferenceType[Workers] | None = None
 
     def __iter__(self) -> Any:
         """Return an iterator; in this process it is a plain one, since torch's takes longer."""
         sampler: Any = self.sampler
         if self.num_workers and isinstance(sampler, OwnBatches):
             self.generator.manual_seed(derive_seed(*sampler.worker_key()))
-        if self.workers is not None:
-            return self.workers.batches(self)
+        if self.workers is not None and (workers := self.workers()) is not None:
+            return workers.batches(self)
         if self.num_workers or self.pin_memory or not isinstance(sampler, OwnBatches):
             return super().__iter__()
         return map(self.dataset.__getitem__, sampler)
@@ -212,7 +213,8 @@ def round_loader(
     if num_workers and kept is not None:
         _ignore(".*Consider setting `persistent_workers=True`.*")
         key = id(batches.data), id(batches.collate)
-        loader.workers = kept[key] = kept.get(key) or Workers(batches, options)
+        kept[key] = kept.get(key) or Workers(batches, options)
+        loader.workers = ref(kept[key])
     return loader
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules import loader as loader_module
 from lightning_fl.datamodules.batches import Batch
@@ -27,6 +28,7 @@ from lightning_fl.partition import QuantitySkew
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.types import ClientBatches, FederationError, RoundPlan
 from numbered import Dicts, Lists, batches, federated, held, lists, numbered, numbers, plan
+from tutorial import Net, trainer
 
 
 class Fetches(Lists):
@@ -490,3 +492,16 @@ def test_loader_processes_that_stay_serve_one_loader_at_a_time():
         break
     assert [x.tolist() for x, *_ in loader] == expected
     data.teardown("fit")
+
+
+def test_a_fit_with_loader_processes_that_stay_has_the_same_result(tmp_path):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    samples = list(zip(x, (x[:, 0] > 0).long(), strict=True))
+    weights, others = [], set(multiprocessing.active_children())
+    for options in ({}, {"num_workers": 1, "persistent_workers": True}):
+        torch.manual_seed(0)
+        data, module = FederatedDataModule(samples, num_clients=4, seed=0, **options), Net()
+        trainer(tmp_path, FederatedLoop(seed=0)).fit(module, datamodule=data)
+        weights.append(module.net.weight)
+        assert not set(multiprocessing.active_children()) - others
+    assert torch.equal(*weights)
