@@ -71,8 +71,9 @@ class FromClients(FederatedDataModule):
         return samples
 
     def _data_sets(self) -> list[tuple[str, Any]]:
-        names = [f"client {name!r}" for name in self.clients]
-        return [*zip(names * 2, self._parts, strict=False), *super()._data_sets()]
+        kinds = ("client", "the test set of client")
+        names = [f"{kind} {name!r}" for kind in kinds for name in self.clients]
+        return [*zip(names, self._parts, strict=False), *super()._data_sets()]
 
 
 def _named(clients: Any) -> dict[str, tuple[Any, ...]]:
@@ -85,9 +86,10 @@ def _named(clients: Any) -> dict[str, tuple[Any, ...]]:
     is_named = isinstance(clients, Mapping)
     named = dict(clients) if is_named else {str(i): data for i, data in enumerate(clients)}
     for name, data in named.items():
-        if not isinstance(name, str):  # YAML reads 010 as 8, and both no and off as false
+        if not isinstance(name, str):
             raise FederationError(
-                f"the name of a client must be a text, got {short_repr(name)}: quote it"
+                f"the name of a client must be a text, got {short_repr(name)}: quote it, since YAML"
+                " reads 010 as 8 and no as false"
             )
         named[name] = data if isinstance(data, tuple) and len(data) == 2 else (data,)
         for part in named[name]:

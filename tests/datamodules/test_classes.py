@@ -40,6 +40,16 @@ def test_clients_with_classes_in_another_order_are_refused():
         FromClients({"a": Folder("cat", "dog"), "b": Folder("dog", "cat")}).setup("fit")
 
 
+def test_test_sets_of_clients_are_compared_by_name():
+    pair = Folder("cat", "dog"), Folder("dog", "cat")
+    with pytest.raises(FederationError, match="the labels of the test set of client 'a' are the c"):
+        FromClients({"a": pair}).setup("fit")
+    data = FromClients({"a": pair}, classes=["cat", "dog"], val_size=0)
+    data.setup("fit")
+    ((x, y),) = data.samples_of(0, test=True)
+    assert [picture(["cat", "dog"][label]) for label in y.tolist()] == x[:, 0].tolist()
+
+
 @pytest.mark.parametrize("part", ["val", "test"])
 def test_samples_for_validation_and_test_are_compared(part):
     other = Subset(Folder("dog", "cat"), range(6))
