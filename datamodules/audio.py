@@ -22,7 +22,7 @@ from lightning_fl.extras import imported
 from lightning_fl.files import data_root, error_context
 from lightning_fl.functional.augmentation import choices, mask_span, shift
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.options import check_choice, check_flag, check_integer, check_number
+from lightning_fl.options import check_flag, check_integer, check_number
 
 #: Number of clips per chunk when the features of all clips are precomputed.
 CHUNK = 500
@@ -99,25 +99,22 @@ def read_recording(path: Path, rate: int) -> Tensor:
 class LogMel(nn.Module):
     r"""Compute log-mel spectrograms of a batch, :math:`\log(10^{-6} + \mathrm{mel}(x))`.
 
+    Each spectrogram is scaled to mean 0 and standard deviation 1.
+
     Args:
         rate: Sampling rate of the clips, in Hz.
         samples: Number of samples per clip.
         size: Number of mel bands and of time frames; a spectrogram is ``[1, size, size]``.
-        normalize: ``clip`` scales each clip to mean 0 and standard deviation 1; ``none`` does not
-            scale.
 
     Example:
         >>> LogMel(8000, 8000)(torch.zeros(2, 8000, dtype=torch.int16)).shape
         torch.Size([2, 1, 32, 32])
     """
 
-    def __init__(
-        self, rate: int, samples: int, size: int = 32, normalize: Literal["clip", "none"] = "clip"
-    ) -> None:
+    def __init__(self, rate: int, samples: int, size: int = 32) -> None:
         super().__init__()
         check_integer("rate", rate, min=1)
         self.size = check_integer("size", size, min=1)
-        self.normalize = check_choice("normalize", normalize, "clip", "none")
         hint = "increase seconds, or decrease image_size"
         hop = check_integer("samples", samples, min=max(2, size), hint=hint) // size
         # The window is twice the hop, rounded up to a power of two: at 16 kHz 64 ms every 31 ms.
@@ -131,11 +128,9 @@ class LogMel(nn.Module):
         dtype = self.mel.mel_scale.fb.dtype
         wave = clips.to(dtype) / 2**15 if clips.dtype == torch.int16 else clips.to(dtype)
         x = (self.mel(wave)[..., : self.size] + 1e-6).log()
-        if self.normalize == "clip":
-            flat = x.flatten(1)
-            mean, std = flat.mean(1), flat.std(1, correction=0)
-            x = (x - mean[:, None, None]) / (std[:, None, None] + 1e-5)
-        found: Tensor = x[:, None]
+        flat = x.flatten(1)
+        mean, std = flat.mean(1), flat.std(1, correction=0)
+        found: Tensor = ((x - mean[:, None, None]) / (std[:, None, None] + 1e-5))[:, None]
         return found
 
 
@@ -215,8 +210,6 @@ class AudioDataModule(FederatedDataModule, ABC):
             ``LIGHTNING_FL_DATA``, or ``data`` if it is not set.
         seconds: Length of a clip; shorter clips are padded, longer clips are cropped.
         image_size: Number of mel bands and of time frames.
-        normalize: ``clip`` scales each spectrogram to mean 0 and standard deviation 1; ``none``
-            does not scale.
         cache_features: Compute all spectrograms once, at the start, and keep them instead of the
             clips.
         augment: Augmentation of the training clips on the device; true means ``Augment()``.
@@ -239,7 +232,6 @@ class AudioDataModule(FederatedDataModule, ABC):
         root: str | None = None,
         seconds: float = 1.0,
         image_size: int = 32,
-        normalize: Literal["clip", "none"] = "clip",
         cache_features: bool = False,
         augment: bool | Augment = False,
         batch_size: int | None = 64,
@@ -262,7 +254,7 @@ class AudioDataModule(FederatedDataModule, ABC):
         self.draws = 0 if self.augment is None else Augment.draws
         self._background: Tensor | None = None
         self.samples = max(1, round(seconds * self.rate))
-        self.features = LogMel(self.rate, self.samples, image_size, normalize)
+        self.features = LogMel(self.rate, self.samples, image_size)
 
     @property
     @abstractmethod

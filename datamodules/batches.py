@@ -135,6 +135,8 @@ class Batch:
             with the batch; 0 fetches the whole batch.
         place: Round, and position in the round, of a stepwise batch.
         draws: Random numbers for augmentation, ``[n, draws]``; None without augmentation.
+        client: Id of the client of the samples; None for training batches, which have it in their
+            keys, and for samples of no client.
     """
 
     index: Tensor
@@ -143,6 +145,7 @@ class Batch:
     stepwise: int = 0
     place: tuple[int, int] = (0, 0)
     draws: Tensor | None = None
+    client: int | None = None
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
         """Return the parts of the batch with given numbers of samples."""
@@ -153,9 +156,9 @@ class Batch:
         return [replace(self, index=i, draws=d) for i, d in zip(index, draws, strict=True)]
 
     @classmethod
-    def evaluation(cls, index: Tensor, seed: int) -> Batch:
+    def evaluation(cls, index: Tensor, seed: int, client: int | None = None) -> Batch:
         """Return a batch for validation, test or prediction."""
-        return cls(index, [(seed, RandomStream.EVALUATION_SAMPLES, int(index[0]))])
+        return cls(index, [(seed, RandomStream.EVALUATION_SAMPLES, int(index[0]))], client=client)
 
 
 class OwnBatches(DistributedSampler[Batch]):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.contracts.plan import RoundPlan
@@ -15,7 +16,7 @@ from lightning_fl.datamodules.batches import Batch, Batching, OwnBatches, RoundB
 
 
 class EpochBatches(OwnBatches):
-    """Yield shuffled batches, in a new order in each epoch.
+    """Yield shuffled batches, in a new order in each epoch. A Trainer is warned.
 
     An epoch is a round with one client that holds all samples.
 
@@ -39,6 +40,12 @@ class EpochBatches(OwnBatches):
         world_size: int,
         draws: int = 0,
     ) -> None:
+        if trainer is not None:
+            rank_zero_warn(
+                "The Trainer has no FederatedLoop, so the module trains on the pooled samples of"
+                " all clients, as a centralized baseline. For federated training, use"
+                " Trainer(callbacks=[FederatedLoop(), ...])."
+            )
         self.trainer, self.seed = trainer, seed
         self.part, self.batching = part, batching
         self.steps = batching.count(torch.tensor([len(part)]))

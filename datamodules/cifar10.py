@@ -12,6 +12,7 @@ import numpy as np
 from lightning_fl.datamodules.images import TorchvisionDataModule
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
+from lightning_fl.files import error_context
 
 #: Functions that restore arrays in pickles of protocol 2 and protocol 5.
 _RECONSTRUCT, _FROM_BUFFER = (np.zeros(1).__reduce_ex__(protocol)[0] for protocol in (2, 5))
@@ -50,18 +51,15 @@ class _Unchecked:
 
 def _read(path: Path) -> tuple[Any, Any]:
     """Return images, ``[n, 3072]``, and labels, ``[n]``."""
-    with open(path, "rb") as file:
-        try:
-            entry = _Arrays(file, encoding="latin1").load()
-            x, y = np.asarray(entry["data"]), np.asarray(entry["labels"])
-        except Exception as error:  # damaged files raise errors of many types
-            raise FederationError(f"{path} is not a CIFAR-10 file: {error}") from error
-    is_labels = y.ndim == 1 and set(y.tolist()) <= set(range(10))
-    if not is_labels or x.dtype != np.uint8 or x.shape != (len(y), 3072):
-        raise FederationError(
-            f"{path} is not a CIFAR-10 file: it contains {x.dtype} images of shape {x.shape} and"
-            f" labels of shape {y.shape}"
-        )
+    what = f"{path} is not a CIFAR-10 file"
+    with open(path, "rb") as file, error_context(what, Exception):  # damaged files raise many types
+        entry = _Arrays(file, encoding="latin1").load()
+        x, y = np.asarray(entry["data"]), np.asarray(entry["labels"])
+        is_labels = y.ndim == 1 and set(y.tolist()) <= set(range(10))
+        if not is_labels or x.dtype != np.uint8 or x.shape != (len(y), 3072):
+            raise FederationError(
+                f"it contains {x.dtype} images of shape {x.shape} and labels of shape {y.shape}"
+            )
     return x, y
 
 

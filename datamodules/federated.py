@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -27,7 +26,8 @@ from lightning_fl.datamodules.batches import (
     client_batches,
 )
 from lightning_fl.datamodules.centralized import EpochBatches
-from lightning_fl.datamodules.loader import Batches, Collate, round_loader
+from lightning_fl.datamodules.classes import check_classes, with_classes
+from lightning_fl.datamodules.loader import Batches, Collate, Workers, round_loader
 from lightning_fl.datamodules.splits import Split, split_samples
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, in_memory, subset
 from lightning_fl.errors import FederationError, check_package
@@ -66,6 +66,9 @@ class FederatedDataModule(LightningDataModule):
             part, the stream starts again.
         labels: Labels of ``train`` for the rule, ``[n]``; None reads them from the data set
             (``targets``, ``labels`` or the last tensor) without a ``target_transform``.
+        classes: Names of all classes in the order of their labels. Labels of data sets that name
+            their classes in another order (``class_to_idx`` or ``classes``) are mapped by name;
+            None refuses data sets with different orders.
         keys: Key of each training sample for ``Natural``, ``[n]``, names or numbers (such as
             speakers or writers); None reads the attribute ``keys`` of the data set.
         replacement: Draw each batch from all samples of the client, with replacement, instead of
@@ -75,6 +78,8 @@ class FederatedDataModule(LightningDataModule):
         eval_batch_size: Samples per batch in validation, test and prediction.
         num_workers: Number of loader processes; 0 loads in the main process, which is fastest for
             data in memory.
+        persistent_workers: Keep the loader processes for all rounds, as in a ``DataLoader``.
+            They do not see later changes of the data set. Its own generators keep their states.
         collate_fn: Function that makes a batch from the samples of one client's local step; None
             means ``default_collate`` of torch.
         seed: Seed of the hold-out and the split; None means the seed of ``seed_everything``, or 0
@@ -112,11 +117,13 @@ class FederatedDataModule(LightningDataModule):
         local_test_size: float = 0.0,
         stream_steps: int = 1,
         labels: Sequence[int] | None = None,
+        classes: Sequence[str] | None = None,
         keys: Sequence[int | str] | None = None,
         replacement: bool = False,
         drop_last: bool = False,
         eval_batch_size: int = 250,
         num_workers: int = 0,
+        persistent_workers: bool = False,
         collate_fn: Collate | None = None,
         seed: int | None = None,
     ) -> None:
@@ -134,11 +141,13 @@ class FederatedDataModule(LightningDataModule):
         self.val_size = check_number("val_size", val_size, min=0, hint=hint)
         self.local_test_size = check_number("local_test_size", local_test_size, min=0, below=1)
         self.stream_steps = check_integer("stream_steps", stream_steps, min=1)
-        self.labels, self.keys = labels, keys
+        self.labels, self.keys, self._classes = labels, keys, classes
         self.replacement = check_flag("replacement", replacement)
         self.drop_last = check_flag("drop_last", drop_last)
         self.eval_batch_size = check_integer("eval_batch_size", eval_batch_size, min=1)
         self.num_workers = check_integer("num_workers", num_workers, min=0)
+        self.persistent_workers = check_flag("persistent_workers", persistent_workers)
+        self._workers: dict[Any, Workers] = {}
         self.collate_fn = collate_fn or default_collate
         self.seed = check_integer("seed", seed, min=0, optional=True)
         #: Function that returns the plan of the round; set by the loop.
@@ -148,6 +157,8 @@ class FederatedDataModule(LightningDataModule):
         self.split = Split()
         self._present([])
         self._original: Any = None
+        #: Rows of the test sets of clients, the last rows of ``train``; empty if they have none.
+        self._own_tests: list[Tensor] = []
         self._reader: Batches | None = None
 
     @staticmethod
@@ -184,9 +195,6 @@ class FederatedDataModule(LightningDataModule):
         """Let clients 0 to ``count`` - 1 all have the samples of the only client.
 
         A process that trains one client of a federation then finds its own samples under any id.
-
-        Args:
-            count: Number of clients.
         """
         parts = self.parts[:1] * count
         self.split = replace(self.split, names=[], parts=parts, stream_steps=[parts])
@@ -202,6 +210,10 @@ class FederatedDataModule(LightningDataModule):
     def trainer(self, trainer: Trainer | None) -> None:
         check_package(trainer, Trainer)  # whose own error would not say why
         self._trainer = trainer
+
+    def teardown(self, stage: str) -> None:
+        """End the loader processes."""
+        self._workers.clear()
 
     def load(self, train: bool) -> Dataset[Any] | None:
         """Return the training or the test samples. Subclasses read their files here.
@@ -222,14 +234,18 @@ class FederatedDataModule(LightningDataModule):
         """
         if stage in {"test", "predict", None}:
             test = self.load(train=False) if self.test is None else self.test
-            self.test = in_memory(test, "test")
-        if self.parts or stage in {"test", "predict"}:
-            self._present(self.parts)
-            return
-        train = in_memory(self.load(train=True), "train")
+            self.test = self._prepared(test, "test")
+        if not self.parts and stage not in {"test", "predict"}:
+            self._load_and_split()
+        if self._classes is None:
+            check_classes(self._data_sets())
+        self._present(self.parts)
+
+    def _load_and_split(self) -> None:
+        train = self._prepared(self.load(train=True), "train")
         if train is None:
             raise FederationError("FederatedDataModule needs training samples: pass train=")
-        self.train, self.val = train, in_memory(self.val, "val")
+        self.train, self.val = train, self._prepared(self.val, "val")
         split = split_samples(
             train,
             self.partition,
@@ -240,13 +256,20 @@ class FederatedDataModule(LightningDataModule):
             local_test_size=self.local_test_size,
             stream_steps=self.stream_steps,
             seed=run_seed(self.seed),
+            tests=self._own_tests,
         )
         # Assigned only after all checks: a second setup() would mistake the held-out samples for
         # samples passed as val.
         if self.val is None and len(split.held_out):
             self.val = subset(train, split.held_out)
         self.split, self.num_clients = split, len(split.parts)
-        self._present(split.parts)
+
+    def _prepared(self, data: Any, name: str) -> Any:
+        return in_memory(with_classes(data, self._classes), name)
+
+    def _data_sets(self) -> list[tuple[str, Any]]:
+        """Return names and data sets, whose labels must stand for the same classes."""
+        return [("train", self.train), ("val", self.val), ("test", self.test)]
 
     @property
     def parts(self) -> list[Tensor]:
@@ -269,14 +292,7 @@ class FederatedDataModule(LightningDataModule):
         return self.split.labels
 
     def advance(self, round: int) -> bool:
-        """Advance the stream: load the samples of the round's step into ``present``.
-
-        Args:
-            round: Index of the round.
-
-        Returns:
-            Whether the data is a stream, so that samples change from round to round.
-        """
+        """Load the samples of a round, from 0, into ``present``; return whether rounds differ."""
         if self.stream_steps == 1:
             return False
         self._present(self.split.stream_steps[round % self.stream_steps])
@@ -326,16 +342,7 @@ class FederatedDataModule(LightningDataModule):
         return self._batching.smallest(sizes).amin(0)
 
     def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:
-        """Return the batch sizes of local steps ``start`` to ``start + count``, excluded.
-
-        Args:
-            clients: Ids of the clients, ``[k]``.
-            start: Index of the first step.
-            count: Number of steps.
-
-        Returns:
-            Sizes, ``[count, k]``.
-        """
+        """Return the batch sizes of ``count`` local steps from ``start`` on, ``[count, k]``."""
         return self._batching.sizes(self.num_samples[clients], start, count)
 
     @property
@@ -345,7 +352,7 @@ class FederatedDataModule(LightningDataModule):
         This holds for tensors in memory, unless a hook of a subclass may change whole batches.
         Otherwise the samples are collated client by client.
         """
-        packages = {getattr(type(self), name).__module__ for name in TRANSFER_HOOKS}
+        packages = {getattr(self, name).__module__ for name in TRANSFER_HOOKS}
         return (
             isinstance(self.train, InMemory)
             and self.collate_fn is default_collate
@@ -378,19 +385,14 @@ class FederatedDataModule(LightningDataModule):
         batches = self._batches(self.train)
         part = (self.local_tests if test else self.present)[client]
         for index in part.tensor_split(-(-len(part) // self.eval_batch_size) or 1):
-            yield batches[Batch.evaluation(index, batches.seed)]
+            yield batches[Batch.evaluation(index, batches.seed, client)]
 
     def steps_of(self, client: int, generator: torch.Generator) -> Iterator[Any]:
-        """Yield an infinite stream of a client's training batches, batched as in a round.
-
-        Args:
-            client: Id of the client.
-            generator: Random generator of the order.
-        """
+        """Yield an infinite stream of a client's training batches, batched as in a round."""
         batches, seed = self._batches(self.train), generator.initial_seed()
         stream = client_batches(self.present[client], self._batching, generator)
         for step, index in enumerate(stream):
-            yield batches[Batch(index, [(seed, step)])]
+            yield batches[Batch(index, [(seed, step)], client=client)]
 
     # --- loaders ----------------------------------------------------------------------------------
 
@@ -411,13 +413,7 @@ class FederatedDataModule(LightningDataModule):
         return RoundBatches(plan, self.present, self._batching, *processes, apart, self.draws)
 
     def _epochs(self) -> EpochBatches:
-        """Return the batches of the centralized baseline, and warn that it is used."""
-        if self.trainer is not None:
-            rank_zero_warn(
-                "The Trainer has no FederatedLoop, so the module trains on the pooled samples of"
-                f" all {self.num_clients} clients, as a centralized baseline. For federated"
-                " training, use Trainer(callbacks=[FederatedLoop(), ...])."
-            )
+        """Return the batches of the centralized baseline."""
         pooled, seed = torch.cat(self.parts).sort().values, run_seed(self.seed)
         share = self._processes()
         return EpochBatches(self.trainer, pooled, self._batching, seed, *share, self.draws)
@@ -461,13 +457,15 @@ class FederatedDataModule(LightningDataModule):
         return self._loader(batches, sampler)
 
     def _batches(self, data: Any, use: str = "train") -> Batches:
-        return Batches(data, self.collate_fn, run_seed(self.seed))
+        return Batches(data, self.collate_fn, run_seed(self.seed), use)
 
     def _loader(
         self, batches: Batches, sampler: OwnBatches | None = None, batch_size: int | None = None
     ) -> DataLoader[Any]:
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        return round_loader(batches, sampler, device, self.num_workers, batch_size)
+        is_kept = self.persistent_workers and any(batches.data is x for x in (self.train, self.val))
+        kept = self._workers if is_kept else None
+        return round_loader(batches, sampler, device, self.num_workers, batch_size, kept)
 
     def _processes(self) -> tuple[int, int]:
         """Return the index of this process and the number of processes."""

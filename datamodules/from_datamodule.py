@@ -13,6 +13,7 @@ from lightning_fl.datamodules.splits import Split
 from lightning_fl.datamodules.storage import check_map_style
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.hooks import overrides
+from lightning_fl.options import is_list
 from lightning_fl.partition import Partition
 from lightning_fl.runners.step_hooks import TRANSFER_HOOKS
 
@@ -26,6 +27,8 @@ class FromDataModule(FederatedDataModule):
     once, for its data set, batch size, ``drop_last``, ``collate_fn`` and ``worker_init_fn``: this
     class draws the batches of clients. Validation and test use the module's own data sets in order;
     prediction uses its own loader.
+    A module finds the other attributes of the data module, such as ``num_classes``, at
+    ``self.trainer.datamodule``.
 
     Args:
         datamodule: The data module.
@@ -73,14 +76,11 @@ class FromDataModule(FederatedDataModule):
         **options: Any,
     ) -> None:
         check_package(datamodule, LightningDataModule)
-        if not isinstance(datamodule, LightningDataModule):
+        is_federated = isinstance(datamodule, FederatedDataModule)  # which the Trainer takes
+        if is_federated or not isinstance(datamodule, LightningDataModule):
             raise FederationError(
-                f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}"
-            )
-        if isinstance(datamodule, FederatedDataModule):
-            raise FederationError(
-                f"{type(datamodule).__name__} is a FederatedDataModule already: pass it to the"
-                " Trainer"
+                "datamodule must be a LightningDataModule that is not a FederatedDataModule, got"
+                f" {type(datamodule).__name__}"
             )
         self.datamodule = datamodule
         given: dict[str, Any] = {
@@ -107,6 +107,12 @@ class FromDataModule(FederatedDataModule):
         #: Loaders of the data module, by the use of their samples.
         self._loaders: dict[str, DataLoader[Any]] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the data module, for readers of ``trainer.datamodule``."""
+        if name.startswith("__") or "datamodule" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.datamodule, name)
+
     def prepare_data(self) -> None:
         """Call the hook of the data module, which gets the Trainer first."""
         self.datamodule.trainer = self.trainer
@@ -114,6 +120,7 @@ class FromDataModule(FederatedDataModule):
 
     def teardown(self, stage: str) -> None:
         """Call the hook of the data module. What it releases is set up again by :meth:`setup`."""
+        super().teardown(stage)
         self.datamodule.teardown(stage)
         if overrides(self.datamodule, "teardown", LightningDataModule):
             self._set_up.clear()
@@ -153,27 +160,15 @@ class FromDataModule(FederatedDataModule):
             return None
         self._set_up_for("test" if use == "test" else "fit")
         loader = getattr(self.datamodule, method)()
-        if isinstance(loader, list | tuple) and len(loader) < 2:
+        if is_list(loader) and len(loader) < 2:
             loader = loader[0] if loader else None
         if use != "train" and loader is None:
             return None
         _check_loader(loader, f"{type(self.datamodule).__name__}.{method}", self.replacement)
-        found = {
-            "batch_size": loader.batch_size,
-            "eval_batch_size": loader.batch_size,
-            "drop_last": loader.drop_last,
-            "collate_fn": loader.collate_fn,
-        }
         for option in self._open.intersection(options):
-            setattr(self, option, found[option])
+            setattr(self, option, getattr(loader, option.removeprefix("eval_")))
         self._loaders[use] = loader
         return loader.dataset
-
-    @property
-    def has_samples_in_front(self) -> bool:
-        """See the base class; a hook of the data module may change whole batches."""
-        changes = any(name in vars(self) for name in TRANSFER_HOOKS)
-        return super().has_samples_in_front and not changes
 
     def predict_dataloader(self) -> Any:
         """Return the loader of the data module."""

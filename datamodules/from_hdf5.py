@@ -102,7 +102,7 @@ class Examples(ByClient):
         sizes = {name: size for name in names if (size := self._size(name))}
         if not sizes:
             raise FederationError(f"{path!r} has no clients with samples under examples/")
-        super().__init__(sizes)
+        super().__init__(list(sizes), list(sizes.values()))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a loader process, which opens the file itself."""

@@ -103,6 +103,8 @@ class FromHuggingFace(FederatedDataModule):
         """Return the rows for training or for test."""
         if not train:
             return self._rows("test")
+        if self.test is None:  # its classes are compared
+            self.test = self._rows("test")
         self.val = self._rows("val")
         return self._rows("train")
 
@@ -252,6 +254,12 @@ class Rows(Dataset[Any]):
             return torch.as_tensor(values)[torch.tensor(coded.indices.to_pylist())]
         except (TypeError, ValueError, NotImplementedError):  # texts or lists
             return None
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Names of the classes of a ``ClassLabel``; None if labels are no such classes."""
+        feature = self._all.features.get(self.label) if self.label_transform is None else None
+        return getattr(feature, "names", None)
 
     @property
     def keys(self) -> list[Any] | None:

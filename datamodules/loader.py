@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from lightning.pytorch import Trainer
@@ -30,10 +31,11 @@ class Batches(Dataset[Any]):
         data: Map-style data set.
         collate: Function that makes a batch from a list of samples.
         seed: Seed of the run.
+        use: What the samples are used for, for error messages.
     """
 
-    def __init__(self, data: Any, collate: Collate, seed: int = 0) -> None:
-        self.data, self.collate, self.seed = data, collate, seed
+    def __init__(self, data: Any, collate: Collate, seed: int = 0, use: str = "train") -> None:
+        self.data, self.collate, self.seed, self.use = data, collate, seed, use
         #: Function that a loader process calls first, with its index.
         self.worker_init: Callable[[int], None] | None = None
         #: Local steps of the stepwise batches that were fetched, by place. Others than the Trainer
@@ -67,28 +69,36 @@ class Batches(Dataset[Any]):
     def _collated(self, batch: Batch, key: tuple[int, ...]) -> Any:
         if isinstance(self.data, InMemory) and self.collate is default_collate:
             return self._fetched(batch)
-        index = batch.index
+        index, doing, remedy = batch.index, "reading", ""
         with seeded_rng(derive_seed(*key)):
             try:
                 if hasattr(self.data, "__getitems__"):
                     samples = self.data.__getitems__(index.tolist())
                 else:
                     samples = [self.data[i] for i in index.tolist()]
+                doing, remedy = "collating", ": give them the same shape, or pass collate_fn"
                 collated = self.collate(samples)
             except Exception as error:
-                if len(key) > 4:
-                    shown = short_repr(index.tolist())
-                    error.add_note(f"While reading the samples {shown}{_of_client(key)}")
+                error.add_note(f"While {doing} {self._which(batch, key)}{remedy}")
                 raise
         if collated is None:  # Lightning would skip it, and with it the start of a client
             raise FederationError(
-                f"collate_fn returned None for the samples {short_repr(index.tolist())}"
-                f"{_of_client(key)}, but a client cannot skip a batch: remove these samples from"
-                " the data set, or return an empty batch, and None from training_step"
+                f"collate_fn returned None for {self._which(batch, key)}, but a client cannot skip"
+                " a batch: remove these samples from the data set, or return an empty batch, and"
+                " None from training_step"
             )
         if batch.draws is None:
             return collated
         return [*collated, Draws(batch.draws)]
+
+    def _which(self, batch: Batch, key: tuple[int, ...]) -> str:
+        """Return the samples of a batch, their client if they have one, and its local step."""
+        shown, is_step = short_repr(batch.index.tolist()), len(key) > 4
+        client = key[3] if is_step else batch.client
+        whose = self.use if client is None else f"client {client}"
+        return f"the samples {shown} of {whose}" + (
+            f" in local step {key[4] + 1}" if is_step else ""
+        )
 
     def start_worker(self, worker: int) -> None:
         """Call ``worker_init`` in a loader process. It finds its own data set there.
@@ -115,19 +125,44 @@ class Batches(Dataset[Any]):
         return lambda step: self._fetched(steps[step], reuse=True)
 
 
-def _of_client(key: tuple[int, ...]) -> str:
-    """Return the client and local step of the key of a training batch."""
-    return f", of client {key[3]} in local step {key[4] + 1}" if len(key) > 4 else ""
+class Workers:
+    """Loader processes that serve the loaders of all rounds, one after another.
+
+    Args:
+        batches: Data set of batches.
+        options: Further options of a ``DataLoader``.
+    """
+
+    def __init__(self, batches: Batches, options: dict[str, Any]) -> None:
+        #: Batches of the loader that is served; empty between loaders.
+        self._order: list[Any] = []
+        self._loader = DataLoader(batches, sampler=self._order, persistent_workers=True, **options)
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches of a loader, with processes of its own while these serve another."""
+        if self._order:
+            yield from DataLoader.__iter__(loader)
+            return
+        self._order[:] = loader.sampler
+        try:
+            yield from self._loader
+        finally:
+            self._order.clear()
 
 
 class RoundLoader(DataLoader[Any]):
     """Loader that Lightning can resume, because its batches depend only on the plan."""
+
+    #: Reference to loader processes that outlive this loader, until the end of the fit.
+    workers: ReferenceType[Workers] | None = None
 
     def __iter__(self) -> Any:
         """Return an iterator; in this process it is a plain one, since torch's takes longer."""
         sampler: Any = self.sampler
         if self.num_workers and isinstance(sampler, OwnBatches):
             self.generator.manual_seed(derive_seed(*sampler.worker_key()))
+        if self.workers is not None and (workers := self.workers()) is not None:
+            return workers.batches(self)
         if self.num_workers or self.pin_memory or not isinstance(sampler, OwnBatches):
             return super().__iter__()
         return map(self.dataset.__getitem__, sampler)
@@ -146,6 +181,7 @@ def round_loader(
     device: torch.device,
     num_workers: int = 0,
     batch_size: int | None = None,
+    kept: dict[Any, Workers] | None = None,
 ) -> RoundLoader:
     """Return a loader. It keeps the samples on the GPU if they fit.
 
@@ -155,6 +191,7 @@ def round_loader(
         device: Device of the training.
         num_workers: Number of loader processes.
         batch_size: Samples per batch if there is no sampler.
+        kept: Loader processes that outlive the loader, by their data; None starts new ones.
     """
     is_near = False
     if isinstance(batches.data, InMemory):
@@ -163,17 +200,22 @@ def round_loader(
             if fits(batches.data, device):
                 batches.data = batches.data.on(device)
         is_near = batches.data.device == device
-    return RoundLoader(
-        batches,
-        sampler=sampler,
-        batch_size=batch_size,
-        collate_fn=_identity,
-        num_workers=num_workers,
-        pin_memory=device.type == "cuda" and not is_near,
-        worker_init_fn=None if batches.worker_init is None else batches.start_worker,
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "collate_fn": _identity,
+        "num_workers": num_workers,
+        "pin_memory": device.type == "cuda" and not is_near,
+        "worker_init_fn": None if batches.worker_init is None else batches.start_worker,
         # Without this generator, every loader would draw a seed from the global generator.
-        generator=torch.Generator(),
-    )
+        "generator": torch.Generator(),
+    }
+    loader = RoundLoader(batches, sampler=sampler, **options)
+    if num_workers and kept is not None:
+        _ignore(".*Consider setting `persistent_workers=True`.*")
+        key = id(batches.data), id(batches.collate)
+        kept[key] = kept.get(key) or Workers(batches, options)
+        loader.workers = ref(kept[key])
+    return loader
 
 
 def module_dtype(trainer: Trainer | None) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from lightning_fl.datamodules.storage import InMemory, keys_of
+from lightning_fl.datamodules.storage import keys_of, sample_ids
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.partition import Manifest, Partition, checksum
@@ -85,8 +85,7 @@ class Split:
         """
         # Float labels stand for unknown classes.
         labels = torch.zeros(n) if self.labels is None else self.labels
-        # Including local test samples: a run with this manifest splits them off again.
-        return Manifest.of(rule, self.clients, labels, self.seed)
+        return Manifest.of(rule, self.clients, labels, self.seed, self.local_tests)
 
 
 def split_samples(
@@ -100,6 +99,7 @@ def split_samples(
     local_test_size: float,
     stream_steps: int,
     seed: int,
+    tests: list[Tensor],
 ) -> Split:
     """Hold out validation samples and split the rest over clients.
 
@@ -113,9 +113,11 @@ def split_samples(
         local_test_size: Fraction of each client's samples to hold out as local test samples.
         stream_steps: Number of steps of the stream.
         seed: Seed of the split.
+        tests: Local test samples of each client, the last samples of the data; empty lets the rule
+            or ``local_test_size`` choose them.
 
     Raises:
-        FederationError: If an option does not fit the data.
+        FederationError: If an option does not fit the data, or a training sample is held out.
     """
     classes = _class_labels(data, labels)
     strata = torch.zeros(len(data), dtype=torch.int64) if classes is None else classes
@@ -132,16 +134,23 @@ def split_samples(
             f"{type(rule).__name__} needs a label for each training sample, but"
             f" {type(data).__name__} has none that are numbers (targets or labels): pass labels="
         )
-    by = strata if codes is None else codes
-    held = _held_out(rule, strata, val_size, seed, codes, num_clients)
-    is_kept = torch.ones(len(data), dtype=torch.bool)
+    is_kept = torch.arange(len(data)) < len(data) - sum(map(len, tests))
+    codes = None if codes is None else codes[is_kept]
+    by = strata[is_kept] if codes is None else codes
+    held = _held_out(rule, strata[is_kept], val_size, seed, codes, num_clients)
+    by = by[~torch.isin(torch.arange(len(by)), held)]
     is_kept[held] = False
-    by = by[is_kept]
     clients = rule.count_clients(by) if num_clients is None else num_clients
     kept = is_kept.nonzero()[:, 0]
     rows = rule(by, clients, generator(seed, RandomStream.PARTITION))
     names = [_name(by[part].unique(), key_names) for part in rows] if key_names else []
-    parts, tests = _local_tests([kept[part] for part in rows], strata, local_test_size, seed)
+    parts = [kept[part] for part in rows]
+    if tests := tests or rule.local_tests():
+        pairs = zip(parts, tests, strict=True)
+        parts = [part[~torch.isin(part, test)] for part, test in pairs]
+    else:
+        parts, tests = _local_tests(parts, strata, local_test_size, seed)
+    _check_apart(data, parts, [held, *tests])
     steps, samples = _in_steps(parts, stream_steps, seed), samples_checksum(data, classes)
     return Split(classes, names, held, parts, tests, steps, seed, samples)
 
@@ -160,7 +169,7 @@ def labels_of(data: Any) -> Tensor | None:
 
 
 def samples_checksum(data: Any, labels: Tensor | None) -> str:
-    """Return a checksum of the labels of samples, and of the indices of a ``Subset``, in order.
+    """Return a checksum of the labels and the :func:`sample_ids` of samples, in order.
 
     It tells whether samples have the same indices as before, as far as that is known without
     reading them.
@@ -170,13 +179,7 @@ def samples_checksum(data: Any, labels: Tensor | None) -> str:
         labels: Their labels; None if labels are unknown.
     """
     digest = hashlib.sha256(str(len(data)).encode())
-    known, part = [labels], data
-    while isinstance(part, Subset):
-        known.append(torch.as_tensor(part.indices))
-        part = part.dataset
-    if isinstance(part, InMemory) and part.indices is not None:
-        known.append(torch.as_tensor(part.indices))
-    for values in known:
+    for values in (labels, sample_ids(data)):
         if values is not None:
             exact = values.double() if values.is_floating_point() else values
             digest.update(exact.detach().numpy().tobytes())
@@ -326,6 +329,17 @@ def _local_tests(
         kept.append(part[train])
         tests.append(part[test])
     return kept, tests
+
+
+def _check_apart(data: Any, parts: list[Tensor], others: list[Tensor]) -> None:
+    """Refuse a held-out sample on which a client trains in another row."""
+    ids, out, rows = sample_ids(data), torch.cat(others), torch.cat(parts)
+    if len(both := out[torch.isin(ids[out], ids[rows])]):
+        raise FederationError(
+            f"row {both[0]} is held out, but another row with the same sample is for training: hold"
+            " out samples yourself, with val_size=0 and local_test_size=0, and pass them as val or"
+            " as test sets of clients"
+        )
 
 
 def _in_steps(parts: list[Tensor], stream_steps: int, seed: int) -> list[list[Tensor]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fl.errors import FederationError
 
@@ -36,18 +36,13 @@ class InMemory(TensorDataset):
         #: Key of each sample for ``Natural``, and names of keys that are indices; None if unknown.
         self.keys: Any = None
         self.key_names: Sequence[str] | None = None
-        #: Indices of the samples in the data set from which they were copied, if they were.
-        self.indices: Sequence[int] | None = None
+        #: Numbers of the samples, if they were copied; see :func:`sample_ids`.
+        self.indices: Sequence[int] | Tensor | None = None
 
     @property
     def device(self) -> torch.device:
         """Device of the samples."""
         return self.tensors[0].device
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the samples in bytes."""
-        return sum(t.numel() * t.element_size() for t in self.tensors)
 
     def on(self, device: torch.device) -> InMemory:
         """Return the samples on a device: this data set, or a cached copy."""
@@ -152,6 +147,34 @@ def keys_of(data: Any) -> tuple[Any, Sequence[str] | None]:
     return None if callable(keys) else keys, getattr(data, "key_names", None)
 
 
+def sample_ids(data: Any, known: dict[Any, Tensor] | None = None) -> Tensor:
+    """Return a number for each row, ``[n]``, which is the same for rows that are one sample.
+
+    Such rows have the same index in the same data set, also within ``Subset``, ``ConcatDataset``
+    and ``TensorDataset`` of the same tensors.
+
+    Args:
+        data: Map-style data set.
+        known: Numbers of data sets that were met before.
+
+    Example:
+        >>> ten = range(10)
+        >>> sample_ids(ConcatDataset([Subset(ten, [3, 5]), Subset(ten, [5])]))
+        tensor([3, 5, 5])
+    """
+    known = {} if known is None else known
+    if isinstance(data, Subset):
+        return sample_ids(data.dataset, known)[torch.as_tensor(data.indices)]
+    if isinstance(data, ConcatDataset):
+        return torch.cat([sample_ids(part, known) for part in data.datasets])
+    if isinstance(data, InMemory) and data.indices is not None:
+        return torch.as_tensor(data.indices)
+    key = tuple(map(id, data.tensors)) if isinstance(data, TensorDataset) else id(data)
+    if key not in known:
+        known[key] = torch.arange(len(data)) + (len(known) << 40)
+    return known[key]
+
+
 def subset(data: Any, index: Tensor) -> InMemory | Subset[Any]:
     """Return a subset of a map-style data set; a copy if the samples are in memory."""
     if isinstance(data, InMemory):
@@ -163,4 +186,5 @@ def fits(data: InMemory, device: torch.device) -> bool:
     """Return whether samples fit on a GPU, in at most a quarter of its memory."""
     if device.type != "cuda":
         return False
-    return data.nbytes <= torch.cuda.get_device_properties(device).total_memory / 4
+    size = sum(tensor.nbytes for tensor in data.tensors)
+    return size <= torch.cuda.get_device_properties(device).total_memory / 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
-from lightning_fl.options import check_choice, check_flag, check_integer, check_number
+from lightning_fl.options import check_choice, check_flag, check_integer, check_number, is_list
 from lightning_fl.runners.optimizer import is_elementwise
 
 
@@ -54,7 +54,7 @@ class Adaptive(torch.optim.Optimizer):
         check_choice("rule", rule, "adagrad", "adam", "yogi")
         check_number("lr", lr, above=0)
         check_number("tau", tau, above=0)
-        if not isinstance(betas, list | tuple) or len(betas) != 2:
+        if not is_list(betas) or len(betas) != 2:
             raise FederationError(f"betas must be two numbers, got {betas!r}")
         for beta in betas:
             check_number("a value of betas", beta, min=0, below=1)

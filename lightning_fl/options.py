@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -157,6 +158,16 @@ def check_flag(name: str, value: _T) -> _T:
     if not isinstance(value, bool | np.bool_):
         raise FederationError(f"{name} must be true or false, got {value!r:.200}")
     return cast("_T", bool(value))
+
+
+def is_list(value: object) -> bool:
+    """Return whether a value is a list, or a sequence like one, such as a list of OmegaConf.
+
+    Example:
+        >>> is_list((1, 2)), is_list("ab")
+        (True, False)
+    """
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 # --- descriptions ---------------------------------------------------------------------------------

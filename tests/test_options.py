@@ -4,6 +4,7 @@ import importlib
 import inspect
 import math
 import re
+from collections import UserList
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_fl import _PACKAGES, aggregators, policies
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.contracts.phases import Phase
+from lightning_fl.optimizers import Adaptive
 from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import FederationError
 
@@ -169,3 +173,16 @@ def test_the_options_of_every_constructor_are_found():
         (policies.Stragglers, "drop"),
     } <= {(made, option) for made, option, _ in options()}
     assert len(options()) > 150
+
+
+def test_lists_may_be_any_sequence_but_texts():
+    patterns = UserList(["net.*"])  # as a list of OmegaConf
+    phases = UserList([Phase(patterns, num_steps=1), Phase("all")])
+    loop = FederatedLoop(policy=policies.Schedule(phases=phases), local_parameters=patterns)
+    assert list(loop.options.local_parameters) == ["net.*"]
+    assert aggregators.PFNM(widths=UserList([4])).widths == [4]
+    assert Adaptive([nn.Parameter(torch.zeros(1))], "adam", betas=UserList([0.5, 0.9]))
+    with pytest.raises(FederationError, match="local_parameters must be a list of patterns"):
+        FederatedLoop(local_parameters="net.*")
+    with pytest.raises(FederationError, match="phases must be a list of Phase"):
+        policies.Schedule(phases="local")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
-from lightning_fl.options import check_integer, check_number
+from lightning_fl.options import check_integer, check_number, is_list
 
 KINDS = ("local", "shared", "all")
 
@@ -57,8 +57,9 @@ class Phase:
                 f"num_steps={self.num_steps} and local_epochs={self.local_epochs} both set the"
                 " length of a phase: use only one of them"
             )
-        is_list = isinstance(self.train, list | tuple) and len(self.train) > 0
-        if not (self.train in KINDS or (is_list and all(isinstance(p, str) for p in self.train))):
+        is_patterns = is_list(self.train) and len(self.train) > 0
+        is_patterns = is_patterns and all(isinstance(p, str) for p in self.train)
+        if not (self.train in KINDS or is_patterns):
             raise FederationError(
                 f"train of a phase must be {', '.join(KINDS)} or a list of patterns, got"
                 f" {self.train!r}"
@@ -87,8 +88,7 @@ def check_phases(phases: Sequence[Phase]) -> None:
     Raises:
         FederationError: If not exactly one phase has no amount.
     """
-    is_list = isinstance(phases, list | tuple)
-    if not is_list or not all(isinstance(phase, Phase) for phase in phases):
+    if not is_list(phases) or not all(isinstance(phase, Phase) for phase in phases):
         raise FederationError(
             f"phases must be a list of Phase, got {phases!r}: write"
             " [Phase('local', local_epochs=5), Phase('shared')]"

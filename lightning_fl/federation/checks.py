@@ -30,6 +30,7 @@ from lightning_fl.federation.measures import evaluating
 from lightning_fl.federation.processes import Processes
 from lightning_fl.federation.results import is_finite
 from lightning_fl.federation.run_options import RunOptions
+from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import replaced
 from lightning_fl.objectives import ClientModule
@@ -263,6 +264,11 @@ def check_network(trainer: Trainer, module: LightningModule, data: FederatedData
     if (example := data.example()) is None:
         return
     x, *_ = trainer.precision_plugin.convert_input(example)
+    if not isinstance(x, Tensor):
+        raise FederationError(
+            "ClientModule trains on samples (x, y) of tensors, but a batch of two samples is"
+            f" {short_repr(example)}: convert them in the data set or in collate_fn"
+        )
     with evaluating(module), torch.no_grad(), seeded_rng(0, module.device):
         try:
             module(x.to(module.device))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.errors import FederationError
-from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.options import check_choice, check_integer, check_number, is_list
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy
 from lightning_fl.samplers import ClientSampler, UniformSampler
@@ -58,8 +58,7 @@ class RunOptions:
         check_choice("optimizer_state", self.optimizer_state, "reset", "keep", "local")
         check_choice("buffers", self.buffer_policy, "average", "server", "local")
         patterns = self.local_parameters
-        is_list = isinstance(patterns, list | tuple)
-        if not is_list or not all(isinstance(p, str) and p for p in patterns):
+        if not is_list(patterns) or not all(isinstance(p, str) and p for p in patterns):
             raise FederationError(
                 f"local_parameters must be a list of patterns, got {patterns!r}: write"
                 ' ["net.head.*"] or ["type:_BatchNorm"]'

@@ -93,6 +93,10 @@ class Partition(ABC):
         """Return the samples to hold out; None lets the data module choose them."""
         return None
 
+    def local_tests(self) -> list[Tensor]:
+        """Return the local test samples of each client; none lets the data module choose them."""
+        return []
+
     def parameters(self) -> dict[str, Any]:
         """Return the arguments of the constructor by name."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ class Manifest:
         parameters: Arguments of the rule's constructor.
         seed: Seed of the generator.
         num_samples: Size ``N`` of the data set, including held-out samples.
-        clients: Sample indices of each client.
+        clients: Sample indices of each client, including its local test samples.
         class_counts: Number of samples per class for each client; empty if labels are not integers.
-        checksum: `checksum` of the clients.
+        checksum: `checksum` of the clients and their local test samples.
+        local_tests: Indices of the local test samples of each client; empty if there are none.
 
     Example:
         >>> from lightning_fl.partition import ByLabel
@@ -49,9 +50,17 @@ class Manifest:
     clients: list[list[int]]
     class_counts: list[dict[int, int]]
     checksum: str
+    local_tests: list[list[int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rule: Partition, parts: Sequence[Tensor], labels: Tensor, seed: int) -> Manifest:
+    def of(
+        cls,
+        rule: Partition,
+        parts: Sequence[Tensor],
+        labels: Tensor,
+        seed: int,
+        local_tests: Sequence[Tensor] = (),
+    ) -> Manifest:
         """Record a split.
 
         Args:
@@ -59,6 +68,7 @@ class Manifest:
             parts: Sample indices of each client.
             labels: Class of each sample, ``[N]``, even if the rule splits by keys.
             seed: Seed of the rule's generator.
+            local_tests: Indices of the local test samples of each client, which are in ``parts``.
         """
         return cls(
             rule=type(rule).__name__,
@@ -68,7 +78,8 @@ class Manifest:
             num_samples=len(labels),
             clients=[part.tolist() for part in parts],
             class_counts=_class_counts(parts, labels),
-            checksum=checksum(parts),
+            checksum=checksum([*parts, *local_tests]),
+            local_tests=[part.tolist() for part in local_tests],
         )
 
     def write(self, path: str | Path) -> None:
@@ -76,9 +87,9 @@ class Manifest:
         fields = [f'"format": {json.dumps(FORMAT)}']
         for name in ("rule", "parameters", "seed", "num_samples", "checksum"):
             fields.append(f'"{name}": {json.dumps(getattr(self, name))}')
-        for name in ("class_counts", "clients"):
-            rows = ",\n    ".join(json.dumps(row) for row in getattr(self, name))
-            fields.append(f'"{name}": [\n    {rows}\n  ]')
+        for name in ("class_counts", "clients", "local_tests"):
+            if rows := ",\n    ".join(json.dumps(row) for row in getattr(self, name)):
+                fields.append(f'"{name}": [\n    {rows}\n  ]')
         write_atomically(path, "{\n  " + ",\n  ".join(fields) + "\n}\n")
 
     @classmethod
@@ -106,14 +117,16 @@ class Manifest:
 
     def _check(self) -> None:
         # One tensor: separate tensors for millions of clients would take too much memory.
-        sizes = torch.tensor([len(indices) for indices in self.clients])
-        samples = torch.tensor([i for indices in self.clients for i in indices]).long()
-        if fault := fault_of(samples, sizes, int(self.num_samples)):
+        lists, count = self.clients + self.local_tests, len(self.clients)
+        sizes = torch.tensor([len(indices) for indices in lists])
+        samples = torch.tensor([i for indices in lists for i in indices]).long()
+        held = samples[: int(sizes[:count].sum())]
+        if fault := fault_of(held, sizes[:count], int(self.num_samples)):
             raise FederationError(fault)
         if _digest(samples, sizes) != self.checksum:
             raise FederationError("the indices were edited, since their checksum differs")
-        if (rows := len(self.class_counts)) != len(sizes):
-            raise FederationError(f"class_counts has {rows} entries for {len(sizes)} clients")
+        if (rows := len(self.class_counts)) != count:
+            raise FederationError(f"class_counts has {rows} entries for {count} clients")
 
 
 def checksum(parts: Sequence[Tensor]) -> str:
@@ -148,7 +161,8 @@ def _class_counts(parts: Sequence[Tensor], labels: Tensor) -> list[dict[int, int
 class FromManifest(Partition):
     """Reproduce the split of a manifest file, after a check that the file matches the data.
 
-    Samples that belong to no client of the manifest are held out for the server's validation.
+    Samples that belong to no client of the manifest are held out for the server's validation. Local
+    test samples are those of the manifest, if it has any.
 
     Args:
         path: File written by `Manifest.write`. It is read when the data is split.
@@ -184,6 +198,10 @@ class FromManifest(Partition):
         free = torch.ones(num_samples, dtype=torch.bool)
         free[[index for client in manifest.clients for index in client]] = False
         return free.nonzero()[:, 0]
+
+    def local_tests(self) -> list[Tensor]:
+        """Return the local test samples of the clients of the manifest."""
+        return [torch.tensor(test).long() for test in Manifest.read(self.path).local_tests]
 
     def _check(self, what: str, theirs: int, ours: int) -> None:
         if theirs != ours:

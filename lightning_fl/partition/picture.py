@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.partition.base import classes_of
 from lightning_fl.partition.summary import label_drift
@@ -17,9 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot(
-    parts: Sequence[Tensor], labels: Tensor, class_names: Sequence[str] | None = None
-) -> Figure:
+def plot(parts: Sequence[Tensor], labels: Tensor) -> Figure:
     """Plot the samples per client and class, below the total and the drift of each client.
 
     Colors of the heat map are proportional to the square root of the counts. For the drift see
@@ -28,13 +25,12 @@ def plot(
     Args:
         parts: Sample indices of each client.
         labels: Integer class of each sample, ``[N]``.
-        class_names: Class names; entry ``i`` is the name of class ``i``.
 
     Returns:
         A figure without a window; ``figure.savefig("split.png")`` writes it.
 
     Raises:
-        FederationError: If a class has no name, or matplotlib is not installed.
+        FederationError: If matplotlib is not installed.
 
     Example:
         >>> from lightning_fl.partition import ByLabel
@@ -50,13 +46,6 @@ def plot(
 
     classes, codes, _ = classes_of(labels)
     names = [str(label) for label in classes.tolist()]
-    if class_names is not None:
-        if int(classes[0]) < 0 or int(classes[-1]) >= len(class_names):
-            raise FederationError(
-                f"class_names has {len(class_names)} names, but the labels are from {classes[0]} "
-                f"to {classes[-1]}: pass one name for each class, or None"
-            )
-        names = [class_names[label] for label in classes.tolist()]
     num_clients, num_classes = len(parts), len(classes)
     sizes = [len(part) for part in parts]
     owner = torch.arange(num_clients).repeat_interleave(torch.tensor(sizes))

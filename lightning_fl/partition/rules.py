@@ -18,6 +18,9 @@ CONCENTRATION = (
     " for equal clients use IID"
 )
 
+#: Number of classes of real-valued targets.
+BINS = 10
+
 
 class IID(Partition):
     r"""Assign the samples at random, in equal numbers.
@@ -262,8 +265,29 @@ class Natural(Partition):
         return _group(torch.arange(len(labels)), owner[codes], num_clients)
 
 
+def target_bins(targets: Tensor) -> Tensor:
+    """Return the class of each real number, ``[N]``: its decile, or its value if it has few values.
+
+    A decile is one of ten bins with nearly equal numbers of samples; equal targets share a bin. At
+    most ten distinct values are classes themselves.
+
+    Raises:
+        FederationError: If a target is not finite.
+
+    Example:
+        >>> target_bins(torch.arange(40.0))[[0, 3, 4, 39]]
+        tensor([0, 0, 1, 9])
+    """
+    if not targets.isfinite().all():
+        raise FederationError("targets must be finite numbers: remove NaN and infinity")
+    values, codes = targets.unique(return_inverse=True)
+    edges = torch.from_numpy(np.quantile(targets.double(), np.arange(1, BINS) / BINS))
+    return codes if len(values) <= BINS else torch.bucketize(targets.double(), edges, right=True)
+
+
 def _by_class(labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return samples sorted by class and shuffled within each, [N], and the class sizes, [C]."""
+    labels = target_bins(labels) if labels.is_floating_point() else labels
     _, codes, sizes = classes_of(labels)
     order = torch.randperm(len(labels), generator=generator)
     return order[codes[order].argsort(stable=True)], sizes

@@ -73,7 +73,7 @@ def test_odd_rates_take_no_more_memory(tmp_path, rate):
 
 
 def test_a_tone_is_a_line_at_its_height():
-    features = LogMel(8000, 8000, normalize="none")
+    features = LogMel(8000, 8000)
     low, high = (
         features(torch.from_numpy(tone(hertz=hertz)).float()[None])[0, 0] for hertz in (300, 2500)
     )
@@ -240,7 +240,6 @@ def test_what_is_missing_is_named_with_the_remedy(tmp_path, digits, commands):
     [
         ({"seconds": 0}, "seconds"),
         ({"image_size": 0}, "image_size"),
-        ({"normalize": "all"}, "normalize"),
         ({"cache_features": True, "augment": Augment()}, "cache_features"),
     ],
 )

@@ -1,10 +1,14 @@
 """Clients that are given as data sets."""
 
+from collections import UserList
+
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from jsonargparse import get_loader
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lightning_fl.datamodules import FederatedDataModule, FromClients, InMemory
+from lightning_fl.partition import Manifest
 from lightning_fl.types import FederationError
 
 
@@ -90,9 +94,90 @@ def test_one_data_set_is_not_a_list_of_clients(clients):
         FromClients(clients)
 
 
-def test_names_that_are_equal_as_texts_are_refused():
-    with pytest.raises(FederationError, match=r"distinct names as texts, got \[1, '1'\]"):
-        FromClients({1: tensors(3), "1": tensors(4)})
+@pytest.mark.parametrize("text", ["010", "no", "off", "1e3", "1_0", "~"])
+def test_names_that_yaml_reads_as_something_else_are_refused(text):
+    names = get_loader("yaml")(f"{{{text}: 1, north: 2}}")
+    with pytest.raises(FederationError, match=r"name of a client must be a text, got .*: quote it"):
+        FromClients(dict.fromkeys(names, tensors(3)))
+    quoted = get_loader("yaml")(f"{{'{text}': 1, north: 2}}")
+    data = FromClients(dict.fromkeys(quoted, tensors(3)), val_size=0)
+    data.setup("fit")
+    assert data.client_names == [text, "north"]
+
+
+def test_clients_may_be_in_any_sequence():
+    data = FromClients(UserList([tensors(3), tensors(2)]), val_size=0)
+    data.setup("fit")
+    assert data.num_samples.tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("kind", [tensors, lambda n, first=0: Listed(range(first, first + n))])
+def test_clients_may_have_test_sets(kind, tmp_path):
+    clients = {"b": (kind(6, 10), kind(2, 100)), "a": (kind(4, 20), kind(3, 200))}
+    data = FromClients(clients, val_size=2, local_test_size=0.5, batch_size=2)
+    data.setup("fit")
+    assert isinstance(data.train, InMemory) == (kind is tensors)
+    assert data.client_names == ["b", "a"]
+    tests = [sorted(int(x) for b in data.samples_of(i, test=True) for x in b[0]) for i in (0, 1)]
+    assert tests == [[100, 101], [200, 201, 202]]
+    held = [int(x) for batch in data.val_dataloader() for x in batch[0]]
+    trained = numbers_of(data, 0) + numbers_of(data, 1)
+    assert sorted(held + trained) == [*range(10, 16), *range(20, 24)]
+    assert len(held) == 2
+    assert int(data.class_counts.sum()) == 8
+    data.manifest().write(tmp_path / "split.json")
+    found = Manifest.read(tmp_path / "split.json")
+    assert found.local_tests == [[10, 11], [12, 13, 14]]
+    sizes = [
+        len(train) + len(test) for train, test in zip(data.parts, data.local_tests, strict=True)
+    ]
+    assert [len(client) for client in found.clients] == sizes
+
+
+def test_a_test_set_for_some_clients_only_is_refused():
+    with pytest.raises(FederationError, match=r"give each client a test set, \(train, test\), or"):
+        FromClients({"a": (tensors(3), tensors(2)), "b": tensors(4)})
+    with pytest.raises(FederationError, match=r"client 'a' must be a map-style data set.*Tensor"):
+        FromClients({"a": (torch.zeros(3, 2), torch.zeros(3))})
+
+
+def overlapping():
+    whole = Listed(range(40))
+    return [Subset(whole, range(25)), Subset(Subset(whole, range(20, 40)), range(15))]
+
+
+def nested():
+    whole = Listed(range(40))
+    return [ConcatDataset([Subset(whole, range(20)), Listed([50])]), Subset(whole, range(-25, 0))]
+
+
+@pytest.mark.parametrize(
+    "clients",
+    [
+        overlapping,
+        nested,
+        lambda: [Listed(range(40))] * 2,
+        lambda: [tensors(40)] * 2,
+        lambda: [TensorDataset(*tensors.tensors) for tensors in [tensors(40)] * 2],
+        lambda: [Subset(tensors, range(30)) for tensors in [tensors(40)] * 2],
+    ],
+)
+def test_samples_of_several_clients_are_not_held_out(clients):
+    with pytest.raises(FederationError, match="is held out, but another row with the same sample"):
+        FromClients(clients(), val_size=0.3).setup("fit")
+    with pytest.raises(FederationError, match="is held out, but another row with the same sample"):
+        FromClients(clients(), val_size=0, local_test_size=0.3).setup("fit")
+    data = FromClients(clients(), val=tensors(3))
+    data.setup("fit")
+    assert [len(part) for part in data.parts] == [len(client) for client in clients()]
+
+
+def test_a_client_is_not_tested_on_training_samples_of_another():
+    whole = Listed(range(40))
+    parts = [Subset(whole, range(start, start + 10)) for start in (0, 10, 20, 15)]
+    with pytest.raises(FederationError, match="is held out, but another row with the same sample"):
+        FromClients([(parts[0], parts[1]), (parts[2], parts[3])], val_size=0).setup("fit")
+    FromClients([(parts[0], parts[1]), (parts[2], parts[1])], val_size=0).setup("fit")
 
 
 def test_each_client_keeps_a_sample():

@@ -1,5 +1,6 @@
 """The data of any LightningDataModule."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -331,12 +332,9 @@ def test_a_random_sampler_with_replacement_needs_the_option():
 
 
 def test_what_is_no_data_module_is_refused():
-    with pytest.raises(FederationError, match="must be a LightningDataModule, got TensorDataset"):
-        FromDataModule(TensorDataset(torch.zeros(3)))
-    with pytest.raises(
-        FederationError, match="FederatedDataModule is a FederatedDataModule alread"
-    ):
-        FromDataModule(FederatedDataModule())
+    for wrong in (TensorDataset(torch.zeros(3)), FederatedDataModule()):
+        with pytest.raises(FederationError, match=f"that is not a .*, got {type(wrong).__name__}"):
+            FromDataModule(wrong)
     with pytest.raises(TypeError, match="val"):
         FromDataModule(Mine(), val=TensorDataset(torch.zeros(3)))
 
@@ -375,3 +373,25 @@ def test_a_run_that_resumes_with_another_split_of_the_samples_is_warned(tmp_path
     run(0, 2, ckpt_path=tmp_path / "one.ckpt")  # the same split; warnings are errors
     with pytest.warns(UserWarning, match="with other options: checksum of the training labels is"):
         run(1, 2, ckpt_path=tmp_path / "one.ckpt")
+
+
+def test_a_module_finds_what_it_reads_from_its_data_module(tmp_path):
+    class Normalized(Mine):
+        mean = 0.5
+
+        @property
+        def num_classes(self):
+            return 2
+
+    class Reading(Net):
+        def setup(self, stage):
+            data = self.trainer.datamodule
+            self.found = data.num_classes, data.mean, data.loader["batch_size"], data.num_clients
+
+    module = Reading()
+    data = FromDataModule(Normalized(), num_clients=4)
+    trainer(tmp_path, FederatedLoop(seed=0), rounds=1).fit(module, datamodule=data)
+    assert module.found == (2, 0.5, 5, 4)
+    with pytest.raises(AttributeError, match="'Normalized' object has no attribute 'std'"):
+        _ = data.std
+    assert copy.deepcopy(data).mean == 0.5

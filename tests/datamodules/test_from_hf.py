@@ -305,3 +305,24 @@ def test_streams_and_missing_data_are_refused(tmp_path):
         FromHuggingFace(str(tmp_path / "nothing"), input="x", num_clients=3).setup("fit")
     with pytest.raises(FederationError, match=r"got NoneType in .* the splits \['test'\]"):
         FromHuggingFace(datasets.DatasetDict(test=numbers()), input="x")
+
+
+def named(*classes, n=10):
+    features = datasets.Features(
+        x=datasets.Sequence(datasets.Value("float32")), label=datasets.ClassLabel(names=classes)
+    )
+    columns = {"x": [[float(i)] for i in range(n)], "label": [i % 2 for i in range(n)]}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+@pytest.mark.parametrize("part", ["validation", "test"])
+def test_splits_with_classes_in_another_order_are_refused(part):
+    parts = datasets.DatasetDict({"train": named("cat", "dog"), part: named("dog", "cat")})
+    name = part.removesuffix("idation")
+    with pytest.raises(FederationError, match=f"the labels of {name} are the classes"):
+        FromHuggingFace(parts, input="x", num_clients=2).setup("fit")
+    data = FromHuggingFace(parts, input="x", num_clients=2, classes=["cat", "dog"], val_size=2)
+    data.setup()
+    labels = [int(y) for _, y in getattr(data, name)]
+    assert labels == [1, 0] * 5
+    FromHuggingFace(parts, input="x", num_clients=2, label_transform=int).setup("fit")

@@ -1,5 +1,7 @@
 """Map-style data sets give the same batches, sequential or vectorized, with or without workers."""
 
+import multiprocessing
+import os
 import random
 import re
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules import loader as loader_module
 from lightning_fl.datamodules.batches import Batch
@@ -25,6 +28,7 @@ from lightning_fl.partition import QuantitySkew
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.types import ClientBatches, FederationError, RoundPlan
 from numbered import Dicts, Lists, batches, federated, held, lists, numbered, numbers, plan
+from tutorial import Net, trainer
 
 
 class Fetches(Lists):
@@ -331,14 +335,14 @@ def test_a_sample_that_cannot_be_read_is_named_with_its_client(
     with pytest.raises(OSError, match="no such file") as raised:
         fit(module, datamodule=federation, rounds=1)
     text = "\n".join([str(raised.value), *raised.value.__notes__])
-    assert re.search(r"While reading the samples \[\d+\], of client 1 in local step \d", text)
+    assert re.search(r"While reading the samples \[\d+\] of client 1 in local step \d", text)
     assert int(text.split("samples [")[1].split("]")[0]) in corrupt
 
 
 def test_batches_of_validation_are_refused_too(data, blobs):
     federation = data(blobs(12), val=Corrupt(blobs(4), {0, 1, 2, 3}), collate_fn=drop_corrupt)
     federation.setup("fit")
-    with pytest.raises(FederationError, match=r"for the samples \[0, 1, 2, 3\], but"):
+    with pytest.raises(FederationError, match=r"for the samples \[0, 1, 2, 3\] of val, but"):
         list(federation.val_dataloader())
 
 
@@ -401,3 +405,103 @@ def test_loader_processes_have_other_seeds_in_each_epoch_of_centralized_training
 
     first, second = drawn(0), drawn(1)
     assert first[0] == first[1] != second[0] == second[1]
+
+
+class TwoSizes(Lists):
+    """Images, the last of which are larger."""
+
+    def __getitem__(self, i):
+        return torch.zeros(2 if i < 50 else 3), int(self.y[i])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_two_shapes_are_named_with_a_remedy(workers):
+    data = FederatedDataModule(
+        TwoSizes(), TwoSizes(), TwoSizes(), num_clients=4, num_workers=workers
+    )
+    data.setup()
+    hint = r"collating the samples \[\d.*\] of {}: give them the same shape, or pass collate_fn"
+    reads = {
+        "val": lambda: list(data.val_dataloader()),
+        "test": lambda: list(data.test_dataloader()),
+        "client 2": lambda: list(data.samples_of(2)),
+    }
+    for name, read in reads.items():
+        with pytest.raises(RuntimeError, match="equal size") as raised:
+            read()
+        notes = getattr(raised.value, "__notes__", [])  # those of a process are in its text
+        text = "\n".join([str(raised.value), *notes])
+        assert re.search(hint.format(name), text)
+
+
+class InProcess(Lists):
+    """Samples that tell which process has read them."""
+
+    def __getitem__(self, i):
+        return [self.x[i], self.y[i], torch.tensor(os.getpid())]
+
+
+def processes(data, rounds=3):
+    """Processes and samples of several rounds, with their validation."""
+    pids, found = set(), []
+    for round in range(rounds):
+        loaders = batches(data, round=round), data.val_dataloader()
+        for x, y, pid in (batch for loader in loaders for batch in loader):
+            pids |= set(pid.tolist())
+            found.append((x.tolist(), y.tolist()))
+    return pids, found
+
+
+def test_loader_processes_may_stay_for_all_rounds():
+    others = set(multiprocessing.active_children())
+    made = {
+        kept: federated(
+            InProcess(),
+            val_size=10,
+            batch_size=4,
+            eval_batch_size=5,
+            num_workers=2,
+            persistent_workers=kept,
+        )
+        for kept in (False, True)
+    }
+    (new, expected), (kept, found) = (processes(made[kept]) for kept in (False, True))
+    assert found == expected
+    assert (len(new), len(kept)) == (12, 4)
+    made[True].replace_samples(InProcess())  # others, which these processes do not have
+    assert not processes(made[True])[0] <= kept
+    made[True].restore_samples()
+    assert len(processes(made[True])[0] - kept) == 0
+    assert len(set(multiprocessing.active_children()) - others) == 6
+    made[True].teardown("fit")
+    assert not set(multiprocessing.active_children()) - others
+
+
+def test_loader_processes_that_stay_serve_one_loader_at_a_time():
+    """A callback may read other batches within a round."""
+    data = federated(InProcess(), batch_size=4, num_workers=1, persistent_workers=True)
+    data.plan = lambda: plan(data)
+    expected, loader = [x.tolist() for x, *_ in batches(data)], data.train_dataloader()
+    found = []
+    for x, *_ in loader:
+        found.append(x.tolist())
+        assert [x.tolist() for x, *_ in data.train_dataloader()] == expected
+        assert next(iter(loader))[0].tolist() == expected[0]
+    assert found == expected
+    for _ in loader:  # abandoned, as at the end of an interrupted fit
+        break
+    assert [x.tolist() for x, *_ in loader] == expected
+    data.teardown("fit")
+
+
+def test_a_fit_with_loader_processes_that_stay_has_the_same_result(tmp_path):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    samples = list(zip(x, (x[:, 0] > 0).long(), strict=True))
+    weights, others = [], set(multiprocessing.active_children())
+    for options in ({}, {"num_workers": 1, "persistent_workers": True}):
+        torch.manual_seed(0)
+        data, module = FederatedDataModule(samples, num_clients=4, seed=0, **options), Net()
+        trainer(tmp_path, FederatedLoop(seed=0)).fit(module, datamodule=data)
+        weights.append(module.net.weight)
+        assert not set(multiprocessing.active_children()) - others
+    assert torch.equal(*weights)

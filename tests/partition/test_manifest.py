@@ -113,6 +113,8 @@ def tampered(tmp_path, change):
         (lambda m: m["clients"][0].append(m["clients"][1].pop()), r"the indices were edited"),
         (lambda m: m["clients"][0].pop(), r"the indices were edited"),
         (lambda m: m.update(checksum="0" * 64), r"the indices were edited"),
+        (lambda m: m.update(local_tests=[[0], [2]]), r"the indices were edited"),
+        (lambda m: m.update(local_tests=["x"]), r"too many dimensions 'str'|invalid|TypeError"),
         (lambda m: m["class_counts"].pop(), r"class_counts has 1 entries for 2 clients"),
         (lambda m: m["class_counts"][0].update({"x": 3}), r"invalid literal for int"),
     ],
@@ -157,7 +159,8 @@ anything = st.recursive(
     value=anything,
 )
 def test_a_file_with_one_wild_value_is_refused_or_harmless(name, where, value):
-    original = manifest()
+    rule, tests = ByLabel(), [torch.tensor([5]), torch.tensor([2, 4])]
+    original = Manifest.of(rule, rule(LABELS, 2, rng(5)), LABELS, seed=5, local_tests=tests)
     original.write("fuzz.json")
     with open("fuzz.json", encoding="utf-8") as file:
         content = json.load(file)
@@ -174,6 +177,7 @@ def test_a_file_with_one_wild_value_is_refused_or_harmless(name, where, value):
     except FederationError:
         return
     assert (found.clients, found.checksum) == (original.clients, original.checksum)
+    assert lists(FromManifest("fuzz.json").local_tests()) == original.local_tests
 
 
 @pytest.mark.parametrize(
@@ -188,3 +192,17 @@ def test_a_manifest_of_other_data_is_refused(tmp_path, labels, num_clients, word
     manifest().write(tmp_path / "m.json")
     with pytest.raises(FederationError, match=words):
         FromManifest(tmp_path / "m.json")(labels, num_clients, rng())
+
+
+def test_local_test_samples_come_back_and_cannot_be_edited(tmp_path):
+    parts = [torch.tensor([0, 3, 4]), torch.tensor([1, 2])]
+    tests = [torch.tensor([4]), torch.tensor([1])]
+    written = Manifest.of(IID(), parts, torch.zeros(5), seed=0, local_tests=tests)
+    written.write(tmp_path / "split.json")
+    assert Manifest.read(tmp_path / "split.json") == written
+    assert lists(FromManifest(tmp_path / "split.json").local_tests()) == [[4], [1]]
+    content = json.loads((tmp_path / "split.json").read_text())
+    content["local_tests"][0] = [3]
+    (tmp_path / "split.json").write_text(json.dumps(content))
+    with pytest.raises(FederationError, match="the indices were edited"):
+        Manifest.read(tmp_path / "split.json")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from lightning_fl.partition import IID, ByLabel, Dirichlet, label_drift, plot
-from lightning_fl.types import FederationError
+from lightning_fl.partition import IID, Dirichlet, label_drift, plot
 
 
 def rng(seed=0):
@@ -41,13 +40,3 @@ def test_a_picture_shows_sizes_drift_and_the_counts_of_classes(num_clients):
 @pytest.mark.parametrize(("num_clients", "num_classes"), [(1, 1), (2, 3), (60, 100)])
 def test_any_shape_can_be_drawn(num_clients, num_classes):
     picture(IID(), num_clients, num_classes)
-
-
-def test_classes_have_names():
-    figure, _ = picture(ByLabel(), 3, 3, class_names=["cat", "dog", "bird"])
-    assert [t.get_text() for t in figure.axes[2].get_yticklabels()] == ["cat", "dog", "bird"]
-
-
-def test_a_class_without_a_name_is_an_error():
-    with pytest.raises(FederationError, match=r"has 2 names, but the labels are from 0 to 2"):
-        picture(ByLabel(), 3, 3, class_names=["cat", "dog"])

@@ -140,10 +140,20 @@ def test_labels_are_one_tensor_with_a_number_a_sample(labels, words):
         IID()(labels, 1, rng())
 
 
-@pytest.mark.parametrize("rule", [ByLabel(), Shards(), Dirichlet(), Natural(), IID(True)], ids=repr)
-def test_rules_that_group_samples_refuse_real_numbers(rule):
+@pytest.mark.parametrize("rule", [ByLabel(5), Shards(), Dirichlet(), IID(True)], ids=repr)
+def test_rules_of_classes_split_real_numbers_by_their_values_or_deciles(rule):
+    few, many = torch.rand(7, generator=rng()).repeat(9), torch.rand(200, generator=rng())
+    for targets, classes in (
+        (few, few.argsort().argsort() // 9),
+        (many, many.argsort().argsort() // 20),
+    ):
+        found, expected = (lists(rule(labels, 4, rng())) for labels in (targets, classes))
+        assert found == expected
+
+
+def test_keys_are_no_real_numbers():
     with pytest.raises(FederationError, match=r"torch.float32.*use IID or QuantitySkew"):
-        rule(torch.rand(5), 1, rng())
+        Natural()(torch.rand(5), 1, rng())
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.bool])

@@ -25,7 +25,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.tables import PLACES, with_place
-from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.options import check_choice, check_integer, check_number, is_list
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,7 +106,7 @@ class NeuronMatching(Aggregator):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        if widths is not None and not (isinstance(widths, list | tuple) and widths):
+        if widths is not None and not (is_list(widths) and widths):
             raise FederationError(f"widths must be a non-empty list of numbers, got {widths!r}")
         for i, width in enumerate(widths or ()):
             check_integer(f"widths[{i}]", width, min=1)
