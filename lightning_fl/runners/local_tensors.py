@@ -78,10 +78,10 @@ def matched_tensors(module: nn.Module, patterns: Iterable[str], option: str) -> 
     for pattern in patterns:
         if not (found := matching_names(module, pattern)):
             kinds = dict.fromkeys(type(part).__name__ for part in module.modules())
-            known = list(kinds if pattern.startswith(OF_TYPE) else names)
+            what, known = ("classes", kinds) if pattern.startswith(OF_TYPE) else ("names", names)
             raise FederationError(
                 f"the pattern {pattern!r} in {option} matches no parameter or buffer of"
-                f" {type(module).__name__}: the first names are {', '.join(known[:5])}"
+                f" {type(module).__name__}: the first {what} are {', '.join(list(known)[:5])}"
             )
         matched |= found
     tensors = {names[name] for name in matched}

@@ -158,17 +158,18 @@ class _Result(NamedTuple):
     starts: Tensors
 
 
-#: Operations with gradients that ``torch.func.vmap`` gets wrong for some values, and whether it
-#: does so with given arguments: of padding, and of values that are equal.
+aten = torch.ops.aten
+#: Operations with gradients that ``torch.func.vmap`` gets wrong for some values (padding, or equal
+#: entries), and whether it does so with given arguments.
 WRONG_UNDER_VMAP: dict[Any, Callable[..., bool]] = {
-    torch.ops.aten.embedding.default: lambda w, i, padding=-1, scaled=False, *_: padding >= 0,
-    torch.ops.aten.max.default: lambda x: True,
-    torch.ops.aten.min.default: lambda x: True,
+    aten.embedding.default: lambda weight, indices, padding_idx=-1, *_: padding_idx >= 0,
+    **dict.fromkeys((aten.max.default, aten.min.default), lambda values: True),
+    **dict.fromkeys((aten.median.default, aten.nanmedian.default), lambda values: True),
 }
 
 
 class _Known(TorchDispatchMode):
-    """Refuse the operations that are known to be wrong, also if they are right for the samples."""
+    """Refuse operations that are known to be wrong, as they may be right for the first samples."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

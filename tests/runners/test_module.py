@@ -101,6 +101,7 @@ def test_buffers_of_batchnorm_are_the_clients_own(agree, tiny, ragged, buffers):
     )
 
 
+@pytest.mark.filterwarnings("ignore:Found 2 module.* in eval mode")
 def test_layers_that_the_user_set_to_eval_stay_so(agree, tiny):
     """Also after validation, which sets all layers to eval and must restore each one's mode."""
     modules = []
