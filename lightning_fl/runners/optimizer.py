@@ -432,14 +432,16 @@ def trial(optimizer: Optimizer) -> tuple[bool, bool]:
     def moves(rows: slice | int, rate: float, ratio: float = 1.0) -> list[Tensor]:
         """Return the changes of the parameters after four steps, times a ratio each."""
         own = [nn.Parameter(start[rows].clone()) for start in starts]
-        copied = _copied_onto({id(p): new for p, new in zip(params, own, strict=True)}, optimizer)
+        copied: Any = _copied_onto(
+            {id(p): new for p, new in zip(params, own, strict=True)}, optimizer
+        )
         for group in copied.param_groups:
             group["lr"] = rate
         for scale in (1.0, 1e3, 1e-3, 1.0):
             before = [param.detach().clone() for param in own]
             for param, grad in zip(own, grads, strict=True):
                 param.grad = scale * grad[rows]
-            copied.step(closure=lambda scale=scale: scale * losses[rows].sum())
+            copied.step(closure=(scale * losses[rows].sum()).clone)
             for param, old in zip(own, before, strict=True):
                 param.data = old + ratio * (param.detach() - old)
         return [param.detach() - start[rows] for param, start in zip(own, starts, strict=True)]

@@ -328,7 +328,8 @@ class VectorizedCheck:
             self.trained = [name for name in self.tensors.parameters if tensors[name].requires_grad]
             starts = self._read(module)
             before = rng_state()
-            with _Known(), FlopCounterMode(display=False) as counter:
+            known = _Known()  # type: ignore[no-untyped-call]  # torch's base class has no types
+            with known, FlopCounterMode(display=False) as counter:
                 outcome, grads = step.by_itself(self._fixed(values), batch)
             self.flops = float(counter.get_total_flops())
             after = rng_state()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ def spectral_norms(module: nn.Module) -> Iterator[tuple[list[Tensor], Callable[[
             if isinstance(hook, SpectralNorm):
                 vectors = [getattr(part, f"{hook.name}_{vector}") for vector in "uv"]
                 yield vectors, partial(hook.compute_weight, part, do_power_iteration=True)
-        for name, forms in part.parametrizations.items() if is_parametrized(part) else ():
+        parametrizations: Any = part.parametrizations if is_parametrized(part) else {}
+        for name, forms in parametrizations.items():
             for form in forms:
                 # The weight of a vector is normalized without singular vectors.
                 if isinstance(form, _SpectralNorm) and (vectors := list(form.buffers())):
