@@ -32,6 +32,8 @@ PROPORTIONAL = {
     *(optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adam, optim.AdamW),
     *(optim.Adamax, optim.NAdam, optim.RAdam),
 }
+#: Shapes of the tensors of a client with which an optimizer is tried.
+SHAPES = (), (3,), (20, 4), (3, 2, 5)
 #: Optimizers whose steps are elementwise: they treat all entries of a parameter alike.
 ELEMENTWISE = {*PROPORTIONAL, optim.ASGD, optim.Rprop}
 
@@ -413,18 +415,25 @@ def fresh(optimizer: Optimizer, param: Tensor, name: str) -> Tensor:
 def trial(optimizer: Optimizer) -> tuple[bool, bool]:
     """Return whether steps of stacked clients are those of each, and proportional to the rate.
 
-    Copies of the optimizer train the tensors of 20 clients, in several shapes, and those of one
-    client. Each gets the gradients and the sum of losses of its clients.
-
     Args:
         optimizer: The optimizer, before its first step.
+    """
+    # Each parameter has each shape once.
+    found = [_trial(optimizer, shift) for shift in range(len(SHAPES))]
+    return all(is_apart for is_apart, _ in found), all(is_linear for _, is_linear in found)
+
+
+def _trial(optimizer: Optimizer, shift: int) -> tuple[bool, bool]:
+    """Train the tensors of 20 clients by a copy of an optimizer, and those of one client by others.
+
+    Each copy gets the gradients and the sum of losses of its clients.
     """
     params, generator = params_of(optimizer), torch.Generator().manual_seed(0)
 
     def drawn(i: int, param: Tensor) -> Tensor:
-        shape = (20,), (20, 3), (20, 20, 4), (20, 3, 2, 5)
+        shape = (20, *SHAPES[(i + shift) % len(SHAPES)])
         dtype = torch.complex128 if param.is_complex() else torch.float64
-        return torch.randn(shape[i % 4], generator=generator, dtype=dtype).to(param.device)
+        return torch.randn(shape, generator=generator, dtype=dtype).to(param.device)
 
     starts, grads = list(starmap(drawn, enumerate(params))), list(starmap(drawn, enumerate(params)))
     losses = torch.rand(20, generator=generator)
