@@ -126,7 +126,6 @@ class MatchingBaselines(Callback):
         precision = trainer.precision_plugin
         key = (RandomStream.DISTILLATION, self._loop.round)
         seed = derive_seed(self._loop.run_seed, *key)
-        student.train()
         with evaluating(module), seeded_rng(seed, pl_module.device):
             batches = [on_device(trainer, b) for client in ids for b in data.samples_of(client)]
             x = torch.cat([x for x, _ in batches])

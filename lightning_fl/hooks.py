@@ -42,8 +42,7 @@ def quiet(logger: str, level: int = logging.WARNING) -> Iterator[None]:
         log.setLevel(before)
 
 
-@contextmanager
-def attributes_set(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+class attributes_set:  # noqa: N801  # torch 2.6 does not compile a function with contextmanager
     """Set attributes of one object within a ``with`` block.
 
     They are set in its ``__dict__``, without ``nn.Module.__setattr__``.
@@ -52,18 +51,22 @@ def attributes_set(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
         owner: The object.
         attributes: Values by name.
     """
-    own = vars(owner)
-    before = {name: own[name] for name in attributes if name in own}
-    for name, value in attributes.items():  # torch 2.11 does not compile own.update(attributes)
-        own[name] = value
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in before:
-                own[name] = before[name]
-            else:
-                own.pop(name, None)
+
+    def __init__(self, owner: Any, attributes: Mapping[str, Any]) -> None:
+        self.owner, self.attributes = owner, attributes
+        own = owner.__dict__
+        self.before = {name: own[name] for name in attributes if name in own}
+
+    def __enter__(self) -> None:
+        for name, value in self.attributes.items():
+            object.__setattr__(self.owner, name, value)
+
+    def __exit__(self, *error: object) -> None:
+        for name in self.attributes:
+            if name in self.before:
+                object.__setattr__(self.owner, name, self.before[name])
+            elif name in self.owner.__dict__:
+                object.__delattr__(self.owner, name)
 
 
 @contextmanager

@@ -122,6 +122,43 @@ class Factored(Counting):
         return p.grad / (p.grad.square().mean(-1, keepdim=True) + 1e-8).sqrt()
 
 
+class FactoredPair(Counting):
+    """Second moments over the longest of the leading dimensions, as timm's adafactorbv."""
+
+    def update(self, p, group):
+        if p.ndim < 3:
+            return p.grad.sign()
+        longest = max(range(p.ndim - 1), key=lambda d: p.shape[d])
+        return p.grad / (p.grad.square().mean(longest, keepdim=True) + 1e-8).sqrt()
+
+
+class ByLoss(Counting):
+    """Smaller steps for larger losses, as emonavi."""
+
+    def _loss(self, closure):
+        self.loss = loss = super()._loss(closure)
+        return loss
+
+    def update(self, p, group):
+        return p.grad / (1 + float(self.loss))
+
+
+class Relative(Counting):
+    """No learning rate, as transformers' Adafactor."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=None)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self._loss(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.1)
+        return loss
+
+
 class SlowCopy(Counting):
     """A copy of the parameters that is made when the optimizer is, not in its first step."""
 

@@ -144,7 +144,7 @@ def check_options(trainer: Trainer) -> None:
 
 
 def check_module(module: LightningModule) -> None:
-    """Check that the module trains with given batches, one loss, and dense tensors."""
+    """Check that the module trains with given batches and one loss."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise FederationError(
@@ -157,19 +157,14 @@ def check_module(module: LightningModule) -> None:
             f"{name}.training_step(dataloader_iter) is not supported, because FederatedLoop chooses"
             " the batches of each client: use training_step(batch, batch_idx)"
         )
-    for tensor_name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
-            raise FederationError(
-                f"{name}.{tensor_name} is lazy or sparse, but clients exchange dense tensors: run"
-                " the module on a sample before fit, or keep a sparse tensor in a plain attribute"
-            )
 
 
 def checked_optimizers(module: LightningModule) -> AbstractContextManager[None]:
-    """Return a context in which what a module configures as optimizers is checked."""
+    """Return a context in which a module's tensors and optimizers are checked, after ``setup``."""
 
     def checking(configure: Callable[[], Any]) -> Callable[[], Any]:
         def checked() -> Any:
+            check_dense(module)
             configured: Any = configure()
             check_one_optimizer(module, configured)
             return configured
@@ -177,6 +172,17 @@ def checked_optimizers(module: LightningModule) -> AbstractContextManager[None]:
         return checked
 
     return replaced(module, "configure_optimizers", checking)
+
+
+def check_dense(module: LightningModule) -> None:
+    """Check that the tensors of a module are dense and have a shape."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
+            raise FederationError(
+                f"{type(module).__name__}.{name} is lazy or sparse, but clients exchange dense"
+                " tensors: run the module on a sample in its constructor or in setup, or keep a"
+                " sparse tensor in a plain attribute"
+            )
 
 
 def check_one_optimizer(module: LightningModule, configured: Any) -> None:

@@ -111,7 +111,7 @@ class ClientRunner(ABC):
         #: The optimizer's learning rate, to which a client's rate is a ratio. With a scheduler it
         #: is the initial value, so that the scheduler's factor still applies.
         group = optimizer.param_groups[0]
-        self.base_lr = float(group.get("initial_lr", group.get("lr", 0.0)))
+        self.base_lr = float(group.get("initial_lr", group.get("lr")) or 0.0)
         #: Number of clients in training, and index of the local step within the Lightning batch.
         self.count, self.step = 1, 0
         #: Ratio of the client's rate, the group's own rates, and that of the first in each step.

@@ -48,7 +48,7 @@ def reported_loss(out: Any) -> Tensor | None:
     if loss is None:
         return None
     task_loss = out.get("task_loss") if isinstance(out, Mapping) else None
-    if isinstance(task_loss, int | float):
+    if isinstance(task_loss, (int, float)):  # torch 2.6 does not compile `int | float`
         return torch.full_like(loss.detach(), task_loss)
     if isinstance(task_loss, Tensor) and task_loss.numel() == 1:
         return task_loss.detach().reshape(loss.shape)
@@ -173,7 +173,7 @@ class LocalStep(nn.Module):
         recorded: Tensors = {}
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            options |= dict(zip(_LOG_OPTIONS, args, strict=False))
+            options.update(zip(_LOG_OPTIONS, args, strict=False))
             if isinstance(value, Metric):  # it accumulates by itself in sequential steps
                 self.metrics[name], self.log_options[name] = value, options
                 return
@@ -195,11 +195,11 @@ class LocalStep(nn.Module):
         if self._refuses_optimizer:
             known["optimizers"] = refuse_optimizer
         if isinstance(self.module, StepModule):
-            known |= {"_sample_weight": weight, "_record": record}
+            known.update({"_sample_weight": weight, "_record": record})
         if fixed and hasattr(self.module, "federated_global_parameters"):
-            known["federated_global_parameters"] = fixed | self._constants
+            known["federated_global_parameters"] = {**fixed, **self._constants}
         if hyperparameters:
-            known[HYPERPARAMETERS] = vars(self.module)[HYPERPARAMETERS] | hyperparameters
+            known[HYPERPARAMETERS] = {**self.module.__dict__[HYPERPARAMETERS], **hyperparameters}
         with attributes_set(self.module, known):
             out = run()
         loss = out["loss"] if isinstance(out, Mapping) else out
@@ -266,8 +266,10 @@ class LocalStep(nn.Module):
         if weight is not None:
             own["weight"] = shared.pop("weight")
 
+        mapped = self.one if function is None else function  # torch 2.6 does not compile an `or`
+
         def step(client: dict[str, Any]) -> Any:
-            return (function or self.one)(**shared, **client)
+            return mapped(**shared, **client)
 
         if not is_mapped:
             outcome = step(tree_map(lambda t: t.squeeze(0) if isinstance(t, Tensor) else t, own))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from lightning.pytorch import LightningModule
@@ -78,9 +77,11 @@ def matched_tensors(module: nn.Module, patterns: Iterable[str], option: str) -> 
     names, matched = tensor_names(module), set[str]()
     for pattern in patterns:
         if not (found := matching_names(module, pattern)):
+            kinds = dict.fromkeys(type(part).__name__ for part in module.modules())
+            what, known = ("classes", kinds) if pattern.startswith(OF_TYPE) else ("names", names)
             raise FederationError(
                 f"the pattern {pattern!r} in {option} matches no parameter or buffer of"
-                f" {type(module).__name__}: {_suggestion(module, pattern)}"
+                f" {type(module).__name__}: the first {what} are {', '.join(list(known)[:5])}"
             )
         matched |= found
     tensors = {names[name] for name in matched}
@@ -92,18 +93,6 @@ def matched_tensors(module: nn.Module, patterns: Iterable[str], option: str) -> 
                 f" {type(module).__name__}: match both names, or none of them"
             )
     return [name for name, first in names.items() if name == first and first in tensors]
-
-
-def _suggestion(module: nn.Module, pattern: str) -> str:
-    """Return a text with the names that are closest to a pattern."""
-    if pattern.startswith(OF_TYPE):
-        kinds = [base.__name__ for part in module.modules() for base in type(part).__mro__]
-        close = get_close_matches(pattern.removeprefix(OF_TYPE), dict.fromkeys(kinds), cutoff=0.4)
-        known = dict.fromkeys(type(part).__name__ for part in module.modules())
-        return f"the closest classes are {', '.join(close or list(known)[:5])}"
-    names = list(tensor_names(module))
-    close = get_close_matches(pattern, names, cutoff=0.4)
-    return f"the closest names are {', '.join(close or names[:5])}"
 
 
 def named_local_tensors(module: LightningModule) -> list[str]:

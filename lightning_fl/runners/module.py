@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -144,7 +144,10 @@ class VectorizedClients(LightningModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the wrapped module, unless the wrapper has one of that name."""
         is_own = name in vars(self) or hasattr(type(self), name) or name == "module"
-        is_modules = not is_own and vars(self).get("_is_made", False)
+        is_made = vars(self).get("_is_made", False)
+        is_modules = is_made and not is_own
+        if is_made and name == "_current_fx_name":
+            self.module._current_fx_name = value  # self.log of the wrapped module reads it
         if not is_modules or (name.startswith("_") and not hasattr(self.module, name)):
             super().__setattr__(name, value)
             return
@@ -187,26 +190,6 @@ class VectorizedClients(LightningModule):
         """Return the buffers of the global model; refused while clients train."""
         self._refuse_while_training("buffers()")
         return super().named_buffers(*args, **kwargs)
-
-    @property
-    def hparams(self) -> Any:
-        """The module's hyperparameters."""
-        return self.module.hparams
-
-    @property
-    def hparams_initial(self) -> Any:
-        """The module's initial hyperparameters."""
-        return self.module.hparams_initial
-
-    @property
-    def _current_fx_name(self) -> str | None:
-        return cast("str | None", vars(self).get("_hook"))
-
-    @_current_fx_name.setter
-    def _current_fx_name(self, name: str | None) -> None:
-        vars(self)["_hook"] = name  # self.log of the wrapped module reads it.
-        if "module" in self._modules:
-            self.module._current_fx_name = name
 
     # --- vectorized or not ------------------------------------------------------------------------
 
@@ -261,7 +244,7 @@ class VectorizedClients(LightningModule):
             is_long = compiling_pays(flops * scale, steps(), device)
             return is_long and (not is_alone or type(runner.optimizer) is torch.optim.SGD)
 
-        check = VectorizedCheck(runner.tensors, self.stack, runner.optimizer, batches)
+        check = VectorizedCheck(runner.tensors, runner.optimizer, batches)
         if is_alone and self.compiled == "auto" and is_checked:
             check.count_flops()
         if is_alone and not compiles(check.flops):
@@ -314,8 +297,8 @@ class VectorizedClients(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Create the module's optimizer and replace its parameters by the stacked ones."""
-        self.constants, _ = split_tensors(self.module, self.exchange_frozen, self.local_patterns)
         made = self.module.configure_optimizers()
+        self.constants, _ = split_tensors(self.module, self.exchange_frozen, self.local_patterns)
         for optimizer in optimizers_in(made):
             if why := why_not_elementwise(optimizer, self.keeps_optimizer):
                 self.train_one_by_one(why)

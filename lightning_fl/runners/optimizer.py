@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
+from itertools import starmap
 from types import MethodType
 from typing import Any
 
@@ -31,6 +32,8 @@ PROPORTIONAL = {
     *(optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adam, optim.AdamW),
     *(optim.Adamax, optim.NAdam, optim.RAdam),
 }
+#: Shapes of the tensors of a client with which an optimizer is tried.
+SHAPES = (), (3,), (20, 4), (3, 2, 5)
 #: Optimizers whose steps are elementwise: they treat all entries of a parameter alike.
 ELEMENTWISE = {*PROPORTIONAL, optim.ASGD, optim.Rprop}
 
@@ -53,8 +56,9 @@ class ClientOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.optimizers = optimizer, with_inner(optimizer)
-        #: Whether everything that it learns is in ``state``, which it can make anew.
-        self.is_simple = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+        #: Whether everything that it learns is in ``state``, which it makes in its first step.
+        self.is_simple = type(optimizer).__module__.startswith("torch.optim.")
+        self.is_simple &= not optimizer.state
         self._has_stepped, self._before = False, list[dict[str, Any]]()
         #: Names of the learned entries of each parameter group, by its index.
         self.learned = defaultdict[int, set[str]](set)
@@ -380,9 +384,11 @@ def why_not_elementwise(optimizer: Optimizer, keep: bool) -> str | None:
             f"the steps of {name} are not known to be elementwise (set federated_elementwise = True"
             " in the class if they are)"
         )
-    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
-    if not is_torchs and any(len(each.state) for each in with_inner(optimizer)):
-        return f"{name} has state before its first step"
+    if any(each.state for each in with_inner(optimizer)):
+        try:
+            trial(optimizer)
+        except Exception:  # a KeyError, or any error of an optimizer
+            return f"{name} has state before its first step, which it does not make anew"
     if keep and not is_kept_per_client(optimizer):
         return f"clients would share a part of the state of {name}, as they keep it"
     return None
@@ -406,8 +412,60 @@ def fresh(optimizer: Optimizer, param: Tensor, name: str) -> Tensor:
     return value.detach().clone()
 
 
-def copied_onto(params: Mapping[int, nn.Parameter], optimizer: Optimizer) -> Optimizer:
-    """Return a copy of an optimizer with other parameters.
+def trial(optimizer: Optimizer) -> tuple[bool, bool]:
+    """Return whether steps of stacked clients are those of each, and proportional to the rate.
+
+    Args:
+        optimizer: The optimizer, before its first step.
+    """
+    # Each parameter has each shape once.
+    found = [_trial(optimizer, shift) for shift in range(len(SHAPES))]
+    return all(is_apart for is_apart, _ in found), all(is_linear for _, is_linear in found)
+
+
+def _trial(optimizer: Optimizer, shift: int) -> tuple[bool, bool]:
+    """Train the tensors of 20 clients by a copy of an optimizer, and those of one client by others.
+
+    Each copy gets the gradients and the sum of losses of its clients.
+    """
+    params, generator = params_of(optimizer), torch.Generator().manual_seed(0)
+
+    def drawn(i: int, param: Tensor) -> Tensor:
+        shape = (20, *SHAPES[(i + shift) % len(SHAPES)])
+        dtype = torch.complex128 if param.is_complex() else torch.float64
+        return torch.randn(shape, generator=generator, dtype=dtype).to(param.device)
+
+    starts, grads = list(starmap(drawn, enumerate(params))), list(starmap(drawn, enumerate(params)))
+    losses = torch.rand(20, generator=generator)
+
+    def moves(rows: slice | int, rate: float, ratio: float = 1.0) -> list[Tensor]:
+        """Return the changes of the parameters after four steps, times a ratio each."""
+        own = [nn.Parameter(start[rows].clone()) for start in starts]
+        copied: Any = _copied_onto(
+            {id(p): new for p, new in zip(params, own, strict=True)}, optimizer
+        )
+        for group in copied.param_groups:
+            group["lr"] = rate
+        for scale in (1.0, 1e3, 1e-3, 1.0):
+            before = [param.detach().clone() for param in own]
+            for param, grad in zip(own, grads, strict=True):
+                param.grad = scale * grad[rows]
+            copied.step(closure=(scale * losses[rows].sum()).clone)
+            for param, old in zip(own, before, strict=True):
+                param.data = old + ratio * (param.detach() - old)
+        return [param.detach() - start[rows] for param, start in zip(own, starts, strict=True)]
+
+    def is_close(one: Tensor, other: Tensor) -> bool:
+        return torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
+
+    alone = map(torch.stack, zip(moves(0, 0.1), moves(1, 0.1), strict=True))
+    is_apart = all(map(is_close, alone, [move[:2] for move in moves(slice(20), 0.1)]))
+    halves = moves(slice(20), 0.1, ratio=0.5), moves(slice(20), 0.05)
+    return is_apart, all(map(is_close, *halves))
+
+
+def _copied_onto(params: Mapping[int, nn.Parameter], optimizer: Optimizer) -> Optimizer:
+    """Return a copy of an optimizer with other parameters and without state.
 
     Args:
         params: The new parameters, by the ``id`` of the originals.
@@ -421,6 +479,8 @@ def copied_onto(params: Mapping[int, nn.Parameter], optimizer: Optimizer) -> Opt
         for name, value in vars(each).items():
             if name.startswith("_optimizer_"):
                 vars(memo[id(each)])[name] = OrderedDict()  # hooks
+            elif name == "state":
+                vars(memo[id(each)])[name] = defaultdict(dict)
             elif name != "step":  # the wrapper of a scheduler, which counts steps
                 vars(memo[id(each)])[name] = copy.deepcopy(value, memo)
     copied: Optimizer = memo[id(optimizer)]

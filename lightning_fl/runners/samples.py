@@ -35,9 +35,6 @@ class Padded(NamedTuple):
         """Return the number of samples of each client, ``[k]``."""
         return self.sizes
 
-    def why_not_stacked(self) -> None:
-        """Return None, since the samples are stacked already."""
-
     def groups(self) -> list[tuple[Tensor, Any]]:
         """Return groups of clients with the same number of samples; see :meth:`Collated.groups`."""
         groups = []

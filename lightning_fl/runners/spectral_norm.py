@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_fl.hooks import attributes_set
@@ -28,26 +29,18 @@ def spectral_norms(module: nn.Module) -> Iterator[tuple[list[Tensor], Callable[[
             if isinstance(hook, SpectralNorm):
                 vectors = [getattr(part, f"{hook.name}_{vector}") for vector in "uv"]
                 yield vectors, partial(hook.compute_weight, part, do_power_iteration=True)
-        if isinstance(part, ParametrizationList):
-            for i, form in enumerate(part):
+        parametrizations: Any = part.parametrizations if is_parametrized(part) else {}
+        for name, forms in parametrizations.items():
+            for form in forms:
                 # The weight of a vector is normalized without singular vectors.
                 if isinstance(form, _SpectralNorm) and (vectors := list(form.buffers())):
-                    yield vectors, partial(_train, part, i)
+                    yield vectors, partial(_normalize, part, name, form)
 
 
-def _train(forms: ParametrizationList, position: int) -> None:
-    """Normalize a weight as in training, which improves the singular vectors.
-
-    Args:
-        forms: Parametrizations of the weight, which are applied one after another.
-        position: Position of the spectral normalization.
-    """
-    names = ["original"] if forms.is_tensor else [f"original{i}" for i in range(forms.ntensors)]
-    weights = [getattr(forms, name) for name in names]
-    for form in list(forms)[:position]:
-        weights = [form(*weights)]
-    with attributes_set(forms[position], {"training": True}):
-        forms[position](*weights)
+def _normalize(part: nn.Module, name: str, form: nn.Module) -> None:
+    """Normalize a weight as in training, which improves the singular vectors."""
+    with attributes_set(form, {"training": True}):
+        getattr(part, name)
 
 
 def _are_unit(vectors: Iterable[Tensor]) -> bool:

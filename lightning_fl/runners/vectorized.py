@@ -21,7 +21,7 @@ from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.memory import keep_freed_memory
 from lightning_fl.runners.optimizer import PROPORTIONAL, Rows, fresh, params_of, step_hooks_of
-from lightning_fl.runners.samples import BatchSamples, Padded, Samples
+from lightning_fl.runners.samples import BatchSamples, Collated, Padded, Samples
 from lightning_fl.runners.stacks import Stacks
 from lightning_fl.runners.step_hooks import hooked_parts
 from lightning_fl.runners.tensors import (
@@ -387,7 +387,7 @@ class VectorizedStep:
         return total, outcome
 
     def _losses(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
-        if why := samples.why_not_stacked():
+        if isinstance(samples, Collated) and (why := samples.why_not_stacked()):
             raise FederationError(why)
         if isinstance(samples, Padded) and samples.is_full:
             return self._all(samples.tensors, None, updates)

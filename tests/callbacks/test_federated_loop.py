@@ -1133,6 +1133,18 @@ def test_lazy_and_sparse_tensors_are_refused(fit, foreign, tensor):
         fit(module)
 
 
+@pytest.mark.parametrize("wrap", [lambda module: module, VectorizedClients])
+def test_lazy_layers_that_setup_makes_are_trained(fit, foreign, wrap):
+    class Lazy(type(foreign())):
+        def setup(self, stage):
+            self.net(torch.zeros(2, 6, dtype=torch.float64))
+
+    module = foreign()
+    module.__class__, module.net[0] = Lazy, nn.LazyLinear(8, dtype=torch.float64)
+    fit(wrap(module))
+    assert module.net[0].weight.shape == (8, 6)
+
+
 def test_initial_parameters_that_are_not_finite_are_refused(fit, foreign):
     module = foreign()
     mask = torch.full((2, 2), -torch.inf).triu(1)

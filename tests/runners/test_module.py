@@ -101,6 +101,23 @@ def test_buffers_of_batchnorm_are_the_clients_own(agree, tiny, ragged, buffers):
     )
 
 
+@pytest.mark.filterwarnings("ignore:Found 2 module.* in eval mode")
+def test_layers_that_the_user_set_to_eval_stay_so(agree, tiny):
+    """Also after validation, which sets all layers to eval and must restore each one's mode."""
+    modules = []
+
+    def make():
+        torch.manual_seed(0)
+        layers = nn.BatchNorm1d(6).eval(), nn.Dropout(0.5).eval(), nn.Linear(6, 3)
+        modules.append(tiny(net=lambda: nn.Sequential(nn.Linear(6, 6), *layers)))
+        return modules[-1]
+
+    agree(make, (1, 3), most_steps=2, rounds=3)
+    for module in modules:
+        assert [part.training for part in module.net] == [True, False, False, True]
+        assert module.net[1].num_batches_tracked == 0
+
+
 class Tied(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))

@@ -10,7 +10,7 @@ from grids import diagonal
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.optimizers import Adaptive, Combined, PFedMe
 from lightning_fl.policies import Schedule
-from lightning_fl.runners.optimizer import why_not_elementwise
+from lightning_fl.runners.optimizer import trial, why_not_elementwise
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError
 
@@ -236,6 +236,15 @@ def test_a_policy_sets_the_rate_of_an_optimizer_without_step_hooks(train, tiny, 
     torch.testing.assert_close(found[1], flat(same), rtol=0, atol=1e-12)
 
 
+def test_an_optimizer_without_a_rate_trains_and_a_policy_cannot_set_it(train, tiny, flat):
+    module, plain = tiny(optimizer=hidden.Relative), tiny()
+    for each in (module, plain):
+        train(each, federation={"policy": Schedule(num_steps=3)}, rounds=1)
+    torch.testing.assert_close(flat(module), flat(plain), rtol=0, atol=1e-12)
+    with pytest.raises(FederationError, match="the optimizer's learning rate is 0 or missing"):
+        train(tiny(optimizer=hidden.Relative), federation={"policy": Schedule(lr=0.1)}, rounds=1)
+
+
 def test_the_step_of_an_optimizer_is_its_own_again_after_the_fit(trainer, tiny, data):
     module = tiny(optimizer=hidden.Lookahead)
     made = trainer(FederatedLoop(buffers="average"), rounds=1)
@@ -268,8 +277,37 @@ def declared(kind):
         declared(hidden.Attribute),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*Adagrad has state before its first step")  # of torch 2.6
 def test_vectorized_clients_with_an_elementwise_optimizer_agree(make, agree, tiny):
     agree(lambda: tiny(optimizer=make), group_size=(3,), most_steps=2)
+
+
+class Early(hidden.Counting):
+    """State that the constructor makes, as Adagrad's, and that a step needs or makes anew."""
+
+    makes_anew = False
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] = torch.ones_like(p)
+
+    def update(self, p, group):
+        if self.makes_anew:
+            self.state[p].setdefault("sum", torch.ones_like(p))
+        self.state[p]["sum"] += p.grad.square()
+        return p.grad / self.state[p]["sum"]
+
+
+class MakesAnew(Early):
+    makes_anew = True
+
+
+def test_state_before_the_first_step_is_fresh_for_each_client(update, tiny, agree, train):
+    assert torch.equal(update(tiny(optimizer=Early), 2, 3), update(tiny(optimizer=Early)))
+    agree(lambda: tiny(optimizer=declared(MakesAnew)))
+    with pytest.warns(UserWarning, match="Early has state before its first step"):
+        train(tiny(optimizer=declared(Early)), 3)
 
 
 @pytest.mark.parametrize("make", [optim.ASGD, optim.Rprop, declared(hidden.Lookahead)])
@@ -292,6 +330,9 @@ def test_different_rates_need_steps_proportional_to_the_rate(make, agree, train,
         (declared(hidden.Learned), "Learned mix the parameters of clients"),
         (declared(hidden.GlobalNorm), "GlobalNorm mix the parameters of clients"),
         (declared(hidden.Factored), "Factored mix the parameters of clients"),
+        (declared(hidden.FactoredPair), "FactoredPair mix the parameters of clients"),
+        (hidden.ByLoss, "ByLoss are not known to be elementwise"),
+        (declared(hidden.ByLoss), "ByLoss mix the parameters of clients"),
     ],
 )
 def test_with_another_optimizer_clients_train_one_after_another(make, why, train, tiny, flat):
@@ -301,6 +342,25 @@ def test_with_another_optimizer_clients_train_one_after_another(make, why, train
     with pytest.warns(UserWarning, match=rf"one client after another, not at once: .*{why}"):
         train(module, 3, federation=federation)
     assert torch.equal(flat(plain), flat(module))
+
+
+@pytest.mark.parametrize("params", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("kind", "is_apart"),
+    [
+        (hidden.Counting, True),
+        (hidden.Lookahead, True),
+        (hidden.Matrices, False),
+        (hidden.Factored, False),
+        (hidden.FactoredPair, False),
+        (hidden.GlobalNorm, False),
+        (hidden.ByLoss, False),
+    ],
+)
+def test_an_optimizer_is_tried_with_several_shapes(kind, is_apart, params):
+    """Whatever the shapes of the module's own parameters, and however few they are."""
+    optimizer = kind([nn.Parameter(torch.ones(1, 2)) for _ in range(params)])
+    assert trial(optimizer)[0] is is_apart
 
 
 @pytest.mark.parametrize(
