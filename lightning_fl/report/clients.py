@@ -14,15 +14,17 @@ import torch
 from lightning_fl.callbacks.client_table import summary
 from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.partition import label_drift
-from lightning_fl.report.figures import COLORS, Bars, Grid, Line, Lines, Panel
+from lightning_fl.report.figures import COLORS, Bars, Grid, Line, Lines, Panel, needs_log
 from lightning_fl.report.lead import client_label, dropped, sampled, split_rule
-from lightning_fl.report.page import Picture, Section, Table
+from lightning_fl.report.page import Curve, Picture, Section, Table
 from lightning_fl.report.run import Outcomes, Row, Run
 from lightning_fl.report.scores import client_metric, client_scores, drops, finite, total
-from lightning_fl.report.words import counted, number, span
+from lightning_fl.report.words import counted, listed, number, span
 
 #: Values by client, by name of the column of the table of clients.
 Columns = dict[str, dict[int, float]]
+#: Rounds and values of each client, ``[n, 2]``.
+Curves = dict[int, np.ndarray[Any, Any]]
 #: Descriptions of the kinds of :class:`PersonalizedEvaluation`.
 MEANINGS = {
     "global": "the global model without local tensors of the client",
@@ -37,8 +39,9 @@ MOST_CLIENTS, MOST_BARS = 60, 120
 MOST_CELLS = (100, 200)
 #: Maximum number of classes of a picture, of points of a client each, and of rows of a table.
 MOST_CLASSES, MOST_POINTS, MOST_ROWS = 60, 1000, 400
-#: Maximum number of outcomes in the histories of clients, clients times rounds.
-MOST_OUTCOMES = 400_000
+#: Maximum number of outcomes in the histories of clients, clients times rounds, and of points of a
+#: small curve.
+MOST_OUTCOMES, MOST_OF_CURVE = 400_000, 40
 #: Places of the colors of outcomes; that of other causes is 5.
 PLACES = dict(zip(("not sampled", "arrived", *CAUSES.values()), (6, 0, 1, 2, 3, 4), strict=True))
 
@@ -115,57 +118,34 @@ def participation(run: Run) -> Section:
     """Show which clients were sampled, and which updates were dropped."""
     text = f"{sampled(run)} were sampled per round. {dropped(run)}"
     panels: list[Panel] = []
+    captions = []
     if by_cause := drops(run):
         panels.append(_drops_by_round(by_cause))
-    caption = "Dropped updates per round; number of rounds of each client"
+        captions.append("dropped updates per round")
     if run.outcomes is not None:
-        times = (run.outcomes.codes > 0).sum(0).tolist()
-        text += f" Rounds per client: {span(times)}."
-        if len(set(times)) > 1 or by_cause:
-            panels.append(_rounds_of_clients(run.outcomes, times))
+        text += f" Rounds per client: {span((run.outcomes.codes > 0).sum(0).tolist() or [0])}."
         panels.append(_who_when(run.outcomes, run))
-        caption += "; what happened to each client in each round"
+        captions.append("what happened to each client in each round")
         if max(_widths(run.outcomes)) > 1:
-            caption += " (cells of several clients and rounds; opacity: share of sampled clients)"
-    pictures = [Picture("participation", f"{caption}.", panels)] if panels else []
+            captions[-1] += (
+                " (cells of several clients and rounds; opacity: share that was sampled)"
+            )
+    caption = "; ".join(captions).capitalize() + "."
+    pictures = [Picture("participation", caption, panels)] if panels else []
     tables = [_causes(by_cause, total(run, "clients"))] if by_cause else []
     return Section("Participation and faults", [text], pictures, tables)
-
-
-def _bars(label: str, xlabel: str, kinds: Mapping[str, Mapping[int, float]], width: int) -> Bars:
-    """Return a panel of bars in the colors of outcomes."""
-    return Bars(label, xlabel, kinds, width, {kind: _color(kind) for kind in kinds})
-
-
-def _stretches(counts: Mapping[int, float], first: int, width: int) -> dict[int, float]:
-    """Return the sums of counts over stretches of positions, by the first position of each."""
-    sums: Counter[int] = Counter()
-    for at, count in counts.items():
-        sums[(at - first) // width * width + first] += int(count)
-    return dict(sums)
 
 
 def _drops_by_round(by_cause: Mapping[str, Mapping[int, float]]) -> Panel:
     """Return a panel of dropped updates, in stretches of rounds if there are many rounds."""
     rounds = [at for by_round in by_cause.values() for at in by_round]
     width = -(-(max(rounds) - min(rounds) + 1) // MOST_BARS)
-    sums = {cause: _stretches(by_round, 1, width) for cause, by_round in by_cause.items()}
+    sums: dict[str, Counter[int]] = {cause: Counter() for cause in by_cause}
+    for cause, by_round in by_cause.items():
+        for at, count in by_round.items():
+            sums[cause][(at - 1) // width * width + 1] += int(count)
     xlabel = "round" if width == 1 else f"{width} rounds from round"
-    return _bars("updates dropped", xlabel, sums, width)
-
-
-def _rounds_of_clients(outcomes: Outcomes, times: Sequence[int]) -> Panel:
-    """Return a panel with one bar per client, or with a histogram if there are many clients."""
-    if len(times) > MOST_CLIENTS:
-        width = -(-(max(times) - min(times) + 1) // MOST_BARS)
-        histogram = _stretches(Counter(sorted(times)), min(times), width)
-        label = "rounds in which a client was sampled"
-        return Bars("clients", label, {"clients": histogram}, width)
-    counts = {
-        name: dict(enumerate((outcomes.codes == code).sum(0).tolist()))
-        for code, name in outcomes.occurring()
-    }
-    return _bars("rounds of the client", "client", counts, 1)
+    return Bars("updates dropped", xlabel, sums, width, {cause: _color(cause) for cause in sums})
 
 
 def _widths(outcomes: Outcomes) -> tuple[int, int]:
@@ -223,18 +203,26 @@ def _causes(by_cause: Mapping[str, Mapping[int, float]], asked: float) -> Table:
 def clients(run: Run) -> Section:
     """Show the accuracy of the last round's models for each client, and what happened to it."""
     samples, scores = client_scores(run)
-    text = ""
+    curves = {} if run.outcomes is None else {n: run.outcomes.curves(n) for n in ("loss", "score")}
+    text = []
     if not scores:
         why = run.environment.get("no train_acc")
-        text = f"The accuracy of each client was not measured{f' ({why})' if why else ''}."
+        text = [f"The accuracy of each client was not measured{f' ({why})' if why else ''}."]
     elif samples == "own training samples":
-        text = "Accuracy on training samples is optimistic."
+        text = ["Accuracy on training samples is optimistic."]
     if text:
-        text += (
+        text[0] += (
             " For local test samples, add --trainer.callbacks+=PersonalizedEvaluation and"
             " --data.init_args.local_test_size=0.2."
         )
-    columns = _columns(run, scores)
+    if stuck := _stuck(curves.get("loss", {})):
+        text.append(
+            f"The loss of {counted(len(stuck), 'client')} did not fall, on average over the last"
+            " quarter of their rounds against the first quarter: "
+            f"{listed([client_label(client, run) for client in stuck], 10)}. The page"
+            ' "When a client does not learn" of the documentation says what to check.'
+        )
+    columns = _columns(run, scores, curves)
     ranked = _ranked(columns, next(iter(scores), ""))
     half = MOST_ROWS // 2
     shown, caption = ranked, "All clients, worst first."
@@ -244,10 +232,19 @@ def clients(run: Run) -> Section:
             f"The {half} worst and the {half} best of {number(len(ranked))} clients;"
             " participation.csv and clients.csv have all."
         )
-    table = _table(run, columns, shown, f"{caption} Click on the name of a column to sort by it.")
     pictures = [_spread_picture(samples, scores, run)] if scores else []
-    tables = [*([_spread_table(scores)] if scores else []), *([table] if shown else [])]
-    return Section("Clients", [text] if text else [], pictures, tables, (), _history(run, shown))
+    tables = [_spread_table(scores)] if scores else []
+    tables += [_table(run, columns, curves, shown, caption)] if shown else []
+    return Section("Clients", text, pictures, tables, (), _history(run, shown))
+
+
+def _stuck(losses: Curves) -> list[int]:
+    """Return the clients whose loss did not fall, those with the largest increase first."""
+    rises = {}
+    for client, curve in losses.items():
+        few = -(-len(curve) // 4)
+        rises[client] = curve[-few:, 1].mean() - curve[:few, 1].mean() if len(curve) > 1 else -1.0
+    return sorted((c for c, rise in rises.items() if not rise < 0), key=lambda c: -rises[c])
 
 
 def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]], run: Run) -> Picture:
@@ -288,7 +285,9 @@ def _spread_table(scores: Mapping[str, Sequence[Row]]) -> Table:
     return Table(head, rows)
 
 
-def _columns(run: Run, scores: Mapping[str, Sequence[Row]]) -> Columns:
+def _columns(
+    run: Run, scores: Mapping[str, Sequence[Row]], curves: Mapping[str, Curves]
+) -> Columns:
     """Return the columns of the table of clients."""
     train = {int(row["client"]): row["train_samples"] for row in run.participation}
     columns: Columns = {"training samples": train or dict(enumerate(run.sizes))}
@@ -297,30 +296,63 @@ def _columns(run: Run, scores: Mapping[str, Sequence[Row]]) -> Columns:
         counts = {"rounds": codes > 0, "dropped": codes > 1}
         counts |= {name: codes == code for code, name in run.outcomes.occurring() if code > 1}
         columns |= {name: dict(enumerate(c.sum(0).tolist())) for name, c in counts.items()}
+    for at, name in ((0, "first loss"), (-1, "last loss")):
+        columns[name] = {c: float(curve[at, 1]) for c, curve in curves.get("loss", {}).items()}
     for kind, rows in scores.items():
         columns[kind] = {int(row["client"]): row[kind] for row in rows}
     return {name: values for name, values in columns.items() if values}
 
 
 def _ranked(columns: Columns, kind: str) -> list[int]:
-    """Return the ids of the clients, from the lowest score and the most drops."""
-    scores, drops = columns.get(kind, {}), columns.get("dropped", {})
+    """Return the ids of the clients, from the lowest score, the most drops and the highest loss."""
+    scores, drops, losses = (columns.get(name, {}) for name in (kind, "dropped", "last loss"))
     every = {client for values in columns.values() for client in values}
-    return sorted(every, key=lambda c: (scores.get(c, math.inf), -drops.get(c, 0), c))
+    return sorted(
+        every, key=lambda c: (scores.get(c, math.inf), -drops.get(c, 0), -losses.get(c, 0), c)
+    )
 
 
-def _table(run: Run, columns: Columns, shown: Sequence[int], caption: str) -> Table:
+def _table(
+    run: Run, columns: Columns, curves: Mapping[str, Curves], shown: Sequence[int], caption: str
+) -> Table:
     """Return the table of clients."""
-    head = ["client", *(["name"] if run.names else []), *columns]
-    rows = [
+    drawn = {name: cells for name, each in curves.items() if (cells := _small(name, each, shown))}
+    caption += " Click on the name of a column to sort by it."
+    if drawn:
+        caption += " Curves are over rounds, on one scale for all clients. The loss is that of the"
+        caption += " model which the client received, in its first local step of the round."
+    rows: list[list[Curve | str]] = [
         [
-            str(client),
-            *([run.names.get(client, "-")] if run.names else []),
+            client_label(client, run).removeprefix("client "),
             *(number(values.get(client)) for values in columns.values()),
+            *(cells.get(client, "-") for cells in drawn.values()),
         ]
         for client in shown
     ]
-    return Table(head, rows, caption, sortable=True)
+    return Table(["client", *columns, *drawn], rows, caption, sortable=True)
+
+
+def _small(name: str, curves: Curves, shown: Sequence[int]) -> dict[int, Curve]:
+    """Return the small curves of clients; empty if none has two points."""
+    some = {client: curves[client] for client in shown if client in curves}
+    if max(map(len, some.values()), default=0) < 2:
+        return {}
+    every = np.concatenate(list(some.values()))
+    values = finite(every[:, 1].tolist())
+    scale = math.log10 if needs_log(name, values) else float
+    low, high = (scale(end) for end in (min(values, default=0), max(values, default=0)))
+    (first, last), cells = (every[:, 0].min(), every[:, 0].max()), {}
+    for client, curve in some.items():
+        line = Line(name, curve[:, 0].tolist(), curve[:, 1].tolist()).thinned(MOST_OF_CURVE)
+        path, pen = "", "M"
+        for x, y in zip(line.x, line.y, strict=True):
+            if math.isfinite(y):
+                across = 100 * (x - first) / max(1, last - first)
+                down = 20 - 18 * (scale(y) - low) / (high - low or 1)
+                path += f"{pen}{across:.0f} {down:.0f}h0"
+            pen = "L" if math.isfinite(y) else "M"
+        cells[client] = Curve(path, f"{number(line.y[0])} to {number(line.y[-1])}")
+    return cells
 
 
 def _history(run: Run, shown: Sequence[int]) -> dict[str, Any] | None:

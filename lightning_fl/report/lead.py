@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from lightning_fl import callbacks as known_callbacks
 from lightning_fl.partition import Manifest
 from lightning_fl.report.run import Run
@@ -34,16 +32,13 @@ def alarms(run: Run) -> Iterator[str]:
     if kept := [number(at) for at, _ in run.column("kept")]:
         rounds = f"{counted(len(kept), 'round')}: {listed(kept, 10)}"
         yield f"{run.name} kept the global model in {rounds}."
-    if run.outcomes is not None:
-        sampled, lost = ((run.outcomes.codes > code).sum(0) for code in (0, 1))
-        often = [
-            f"{client_label(client, run)} in {lost[client]} of {sampled[client]}"
-            for client in np.flatnonzero(lost > MOST_LOST * sampled).tolist()
-        ]
-        if often:
-            yield f"{run.name} dropped clients in more than {MOST_LOST:.0%} of their rounds: " + (
-                listed(often, 10) + "."
-            )
+    lost = [] if run.outcomes is None else run.outcomes.lost()
+    if often := [each for each in lost if each[1] > MOST_LOST * each[2]]:
+        named = [f"{client_label(c, run)} in {n} of {sampled}" for c, n, sampled in often]
+        yield (
+            f"{run.name} dropped clients in more than {MOST_LOST:.0%} of their rounds:"
+            f" {listed(named, 10)}."
+        )
 
 
 def warnings(run: Run) -> Iterator[str]:

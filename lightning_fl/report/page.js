@@ -67,7 +67,8 @@ const rowsAt = (chart, x, y) => {
     const place = places[i];
     // A line that has no point here is left out, not shown with the value of another round.
     if (chart.xlabel === "round" && xs[i][place] !== found) return [];
-    const band = line.b && line.b[place] ? ` ± ${shown(line.b[place])}` : "";
+    let band = line.b && line.b[place] ? ` ± ${shown(line.b[place])}` : "";
+    if (line.s) band = ` (${line.s.map((seed) => shown(seed[place])).join(", ")})`;
     return [{ label: line.n, color: line.c, text: shown(line.y[place]) + band, y: line.y[place] }];
   });
   return { title: `${chart.xlabel} ${shown(found)}`, at: (found + shift - low) / (high - low), rows };

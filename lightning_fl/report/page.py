@@ -40,6 +40,19 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """Small curve in a cell of a table.
+
+    Args:
+        path: Path of SVG in a box of 100 x 22.
+        title: Its first and last value.
+    """
+
+    path: str
+    title: str
+
+
+@dataclass(frozen=True)
 class Table:
     """Table of a section.
 
@@ -52,7 +65,7 @@ class Table:
     """
 
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[str | Curve]]
     caption: str = ""
     folded: bool = False
     sortable: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,8 +19,10 @@ from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, write_atomically
 from lightning_fl.report.figures import COLORS, Panel, svg
 from lightning_fl.report.groups import with_names
+from lightning_fl.report.measures import Comparison, direction
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
+from lightning_fl.report.paper import latex as table_of
 from lightning_fl.report.run import PICTURES, Run, find_runs, read_run
 from lightning_fl.report.several_runs import about_groups
 
@@ -37,6 +38,9 @@ def report(
     title: str | None = None,
     metric: str | None = None,
     mode: Literal["max", "min"] | None = None,
+    latex: str | Path | None = None,
+    columns: Sequence[str] = (),
+    percent: bool = False,
 ) -> Path:
     """Write a report on one run, or a comparison of several runs.
 
@@ -57,14 +61,17 @@ def report(
             ``val/f1``. None means the accuracy of the validation, or else its loss.
         mode: Whether the best value of ``metric`` is its ``max`` or its ``min``. None means
             ``min`` for names with ``loss`` or ``err``, otherwise ``max``.
+        latex: File for a table of the groups in LaTeX, in addition to the page.
+        columns: Columns of this table; see :func:`lightning_fl.report.paper.latex`.
+        percent: Whether shares are in percent in this table.
 
     Returns:
         Path of the report.
 
     Raises:
         FederationError: If there is no run, a run is in two groups, its table of rounds cannot be
-            read, no run has the metric, there is a mode without it, or the report cannot be
-            written.
+            read, no run has the metric or a column, there is a mode without a metric, or a file
+            cannot be written.
     """
     named, left_out = _find_named(runs if isinstance(runs, Mapping) else {"": runs})
     folders = [folder for each in named.values() for folder in each]
@@ -79,11 +86,9 @@ def report(
         found = _judged_by(metric, mode, found)
     elif mode is not None:
         raise FederationError(f"mode={mode} is for a metric: set metric, too")
-    if alone:
-        ((run,),) = found.values()
-        page = about_run(run, title)
-    else:
-        page = about_groups(with_names(found), title, left_out)
+    groups = with_names(found)
+    page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
+    table = "" if latex is None else table_of(Comparison(groups), columns, percent)
     pictures = {p.name: p.content for section in page.sections for p in section.pictures}
     with error_context(f"{path} could not be written, choose another output", OSError):
         for name in NAMES:
@@ -92,6 +97,8 @@ def report(
             if name in pictures:
                 write_atomically(place, pictures[name])
         write_atomically(path, html(page).encode(errors="replace"))
+        if latex is not None:
+            write_atomically(latex, table)
     return path
 
 
@@ -102,7 +109,7 @@ def _judged_by(
     columns = dict.fromkeys(name for runs in named.values() for run in runs for name in run.columns)
     if metric not in columns:
         raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(columns)}")
-    mode = mode or ("min" if re.search("loss|err", metric) else "max")
+    mode = mode or direction(metric)
     return {
         name: [replace(run, metric=metric, mode=mode) for run in runs]
         for name, runs in named.items()

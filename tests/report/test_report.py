@@ -2,7 +2,6 @@
 
 import base64
 import csv
-import gzip
 import hashlib
 import json
 import re
@@ -14,11 +13,12 @@ import numpy as np
 import pytest
 import yaml
 
-from lightning_fl.callbacks.participation import Participation
+from histories import by_round
+from lightning_fl.callbacks.client_history import ClientHistory
 from lightning_fl.report import Run, find_runs, group, read_run, report, write
 from lightning_fl.report.clients import clients, participation
 from lightning_fl.report.curves import cost, progress
-from lightning_fl.report.figures import Line, Lines
+from lightning_fl.report.figures import Line, Lines, svg
 from lightning_fl.report.groups import Group
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Picture
@@ -169,7 +169,7 @@ def test_files_are_shown_as_text_never_as_markup(folder, config, manifest, tmp_p
     path = write_by_round(folder(**files), "1,1", "2,0", legend=f"0=no 1={EVIL.split()[0]}")
     page = page_of(report(path, title=EVIL))
     assert EVIL in page.text
-    assert charts(page)["client by round"]["layers"][0]["names"][1] == EVIL.split()[0]
+    assert charts(page)["client by round"]["layers"][0]["names"][-1] == EVIL.split()[0]
     assert EVIL.replace('"', "'")[:40] in charts(page)["client by round"]["rows"][0]
     other = folder("other/version_0", config__yaml=config(data__class_path="x"))
     assert EVIL in page_of(report([path, other], tmp_path / "both.html")).text
@@ -184,7 +184,7 @@ def test_an_unfinished_run_says_so(folder, undrawn):
 
 
 OTHERS = ("config__yaml", "environment__json", "partition__json", "participation__csv")
-OTHERS += ("participation_by_round__csv__gz",)
+OTHERS += ("clients_by_round__csv__gz",)
 
 
 def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alarms(folder, undrawn):
@@ -199,6 +199,30 @@ def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alar
         "digits/version_0 dropped clients in more than 10% of their rounds: client 1 in 2 of 11.",
     ]
     assert page.alarms[0] in Page(html(page)).text
+
+
+def test_the_clients_that_lost_most_are_named_first(folder, undrawn):
+    lines = ["1,2222", "2,2221", "3,2011"]
+    path = write_by_round(folder(participation__csv="client,name\n3,east\n0,north\n"), *lines)
+    (alarm,) = about_run(read_run(path)).alarms
+    assert alarm.endswith(
+        "rounds: client 0 (north) in 3 of 3, client 1 in 2 of 2, client 2 in 2 of 3,"
+        " client 3 (east) in 1 of 3."
+    )
+
+
+def test_a_run_in_which_every_update_was_dropped_is_never_the_best(folder):
+    rounds = "round,clients,dropped,non_finite,kept,val_acc\n1,2,2,2,1,0.9\n2,2,2,2,1,0.9\n"
+    lost = {"rounds__csv": rounds}
+    lost["clients_by_round__csv__gz"] = by_round("1,55", "2,55", legend="5=non_finite")
+    groups = [Group("good", [read_run(folder("good/v", (0.1, 0.2)))])]
+    groups += [Group("fine", [read_run(folder("fine/v", (0.1, 0.3)))])]
+    for name, files in (("lost", lost), ("bare", lost | {"clients_by_round__csv__gz": None})):
+        groups.append(Group(name, [read_run(folder(f"{name}/v", **files))]))
+    page = about_groups(groups)
+    assert page.lead[-1].startswith("fine has the best final val_acc, 0.3.")
+    assert page.lead[-1].endswith("Runs with an alarm are left out.")
+    assert sum("kept the global model in 2 rounds" in text for text in page.alarms) == 2
 
 
 def test_table_of_rounds_alone_makes_a_page(folder):
@@ -275,7 +299,7 @@ def two_groups(folder, config):
         path = folder(
             f"digits/version_{i}",
             accuracies=(0.1, last),
-            participation_by_round__csv__gz=by_round("1,11", "2,11"),
+            clients_by_round__csv__gz=by_round("1,11", "2,11"),
             config__yaml=config(seed_everything=i % 2, federation__client_fraction=share),
             environment__json=json.dumps(told),
         )
@@ -402,7 +426,7 @@ def test_runs_that_have_nothing_in_common_can_be_compared(folder, config):
 def test_seeds_and_clients_are_names_and_what_nobody_logged_has_no_column(folder, undrawn):
     files = {"rounds__csv": "round,virtual_time\n1,150\n", "config__yaml": None}
     files["participation__csv"] = "client,train_samples\n1234,1\n"
-    files["participation_by_round__csv__gz"] = None
+    files["clients_by_round__csv__gz"] = None
     told = json.dumps({"seed": 12345})
     runs = [read_run(folder(f"{i}/v", environment__json=told, **files)) for i in range(2)]
     page = about_groups(group(runs))
@@ -505,12 +529,11 @@ def test_one_run_has_its_columns_in_one_panel_and_groups_have_a_panel_per_column
 def test_drops_are_drawn_by_cause(folder):
     def bars(path):
         (picture,) = participation(read_run(path)).pictures
-        return {panel.ylabel: (panel.xlabel, panel.kinds) for panel in picture.panels}
+        (panel, _) = picture.panels
+        return {panel.ylabel: (panel.xlabel, panel.kinds)}
 
     drops = bars(folder("b/version_0"))
     assert drops["updates dropped"] == ("round", {"non-finite values": {3: 1}})
-    kinds = {"arrived": {0: 4, 1: 3}, "non-finite values": {0: 0, 1: 1}}
-    assert drops["rounds of the client"] == ("client", kinds)
 
 
 def test_drops_for_other_causes_are_counted(folder):
@@ -599,12 +622,8 @@ def test_values_under_the_pointer_have_six_digits_or_all_before_the_point():
     assert found["lines"][0]["y"] == [1234567, 2345679, 1.23457e20, 0.123457]
 
 
-def by_round(*lines, legend="0=not_sampled 1=arrived 2=dropped_out 3=low_battery"):
-    return gzip.compress("\n".join([f"round,{legend}", *lines]).encode() + b"\n", mtime=0)
-
-
 def write_by_round(path, *lines, **options):
-    (path / "participation_by_round.csv.gz").write_bytes(by_round(*lines, **options))
+    (path / "clients_by_round.csv.gz").write_bytes(by_round(*lines, **options))
     return path
 
 
@@ -614,11 +633,12 @@ def test_the_page_shows_who_participated_when(folder, undrawn):
     chart = charts(page)["client by round"]
     assert chart["rows"] == ["client 0", "client 1"]
     assert chart["columns"] == ["round 1", "round 2", "round 3", "round 4"]
-    names = ["not sampled", "arrived", "dropped out", "low battery"]
-    assert chart["layers"] == [{"n": "", "v": [[1, 1, 1, 3], [1, 0, 2, 1]], "names": names}]
+    names = ["not sampled", "arrived", "dropped out", "crashed", "too late", "non-finite values"]
+    names += ["low battery"]
+    assert chart["layers"] == [{"n": "", "v": [[1, 1, 1, 6], [1, 0, 2, 1]], "names": names}]
     (history,) = (json.loads(v) for n, v in page.attributes if n == "data-history")
     # Run lengths: b is arrived, a is absent.
-    assert history["clients"] == {"client 0": "3bd", "client 1": "bacb"}
+    assert history["clients"] == {"client 0": "3bg", "client 1": "bacb"}
     assert history["outcomes"] == names
     section = clients(read_run(path))
     assert section.tables[1].head == [
@@ -628,12 +648,64 @@ def test_the_page_shows_who_participated_when(folder, undrawn):
     assert section.tables[1].rows[0] == ["1", "2", "3", "1", "1", "0", "0.5"]
 
 
+def test_a_client_whose_loss_does_not_fall_is_named_and_every_loss_has_a_curve(folder, undrawn):
+    losses = [[2.0, 1.0, 0.5, 0.25], [0.5, 1.0, "nan", 4.0], [0.001, 0.001, 0.0009, 0.0005]]
+    names = "client,train_samples,name\n0,3,north\n1,2,south\n2,2,east\n"
+    files = {"participation__csv": names}
+    files["clients_by_round__csv__gz"] = by_round(*(f"{i},111" for i in range(1, 5)), losses=losses)
+    page = about_run(read_run(folder(**files)))
+    (section,) = (s for s in page.sections if s.title == "Clients")
+    assert "The loss of 1 client did not fall," in section.text[-1]
+    assert "first quarter: client 1 (south)." in section.text[-1]
+    (table,) = section.tables
+    assert table.head[-3:] == ["first loss", "last loss", "loss"]
+    rows = {row[0]: row for row in table.rows}
+    assert rows["1 (south)"][-3:-1] == ["0.5", "4"]
+    # Losses from 0.0005 to 4 are more than three decades, so the scale is logarithmic: 0.25 is at
+    # log(500) / log(8000) = 0.69 of the height of 18.
+    path = rows["0 (north)"][-1].path
+    assert path.startswith("M0 ")
+    assert path.endswith("L100 8h0")
+    assert rows["1 (south)"][-1].path.count("M") == 2  # a gap where the loss is not finite
+    assert rows["1 (south)"][-1].title == "0.5 to 4"
+    assert html(page).count('<svg class="curve"') == 3
+
+
+def test_a_loss_over_more_than_three_decades_has_a_logarithmic_axis():
+    def is_log(label, *values):
+        return svg(Lines(label, [Line("a", range(len(values)), values)]))[1]["log"]
+
+    assert is_log("train_loss", 2.0, 1.0, 0.5, 0.001)
+    assert not is_log("train_loss", 2.0, 1.0, 0.5, 0.01)
+    assert not is_log("accuracy", 0.0005, 0.5, 0.75)
+    assert is_log("norm", 1.0, 1.0, 1.0, 100.0)  # a spike
+
+
+def test_three_seeds_are_lines_and_five_seeds_are_a_band(folder):
+    def line(count):
+        runs = [read_run(folder(f"{count}-{i}/v", (0.1 * i, 0.2 * i))) for i in range(count)]
+        panels = progress([Group("a", runs), Group("b", runs[:1])]).pictures[0].panels
+        return panels[0].lines[0], panels[0].values()["lines"]
+
+    few, (shown, alone) = line(3)
+    assert few.seeds == [(0.0, 0.0), (0.1, 0.2), (0.2, 0.4)]
+    assert list(few.y) == pytest.approx([0.1, 0.2])
+    assert shown["s"] == [[0, 0], [0.1, 0.2], [0.2, 0.4]]
+    assert not few.band
+    assert "s" not in alone
+    many, (shown, _) = line(5)
+    assert not many.seeds
+    assert shown["b"] == pytest.approx([2.776445 * 0.1 * (0.5**0.5) * s for s in (1, 2)], abs=1e-5)
+
+
 def test_a_large_federation_fits_into_two_megabytes(folder, manifest, undrawn):
     random, n, rounds = np.random.default_rng(0), 10_000, 2_000
-    record = Participation(n)
+    record = ClientHistory()
     sampled = [random.choice(n, 1000, replace=False) for _ in range(20)]
     for i in range(rounds):
-        record.add(sampled[i % 20].tolist(), {int(c): "late" for c in sampled[i % 20][: i % 50]})
+        clients = sampled[i % 20].tolist()
+        losses = dict(zip(clients, random.random(1000).tolist(), strict=True))
+        record.add(i + 1, clients, dict.fromkeys(clients[: i % 50], "late"), losses)
     columns = "round,clients,dropped,late,lr,bytes_up,bytes_down,virtual_time,train_loss,val_acc"
     values = random.random((rounds, 2))
     table = [
@@ -649,7 +721,7 @@ def test_a_large_federation_fits_into_two_megabytes(folder, manifest, undrawn):
         "participation__csv": "\n".join(["client,train_samples,rounds,dropped,train_acc", *lines]),
     }
     path = folder(**files)
-    (path / "participation_by_round.csv.gz").write_bytes(record.csv_gz())
+    (path / "clients_by_round.csv.gz").write_bytes(record.csv_gz())
     page = page_of(report(path))
     assert (path / "report.html").stat().st_size < 2_000_000
     assert "The 200 worst and the 200 best of 10,000 clients;" in page.text
@@ -729,7 +801,7 @@ def test_best_group_has_no_alarm_and_is_separated_by_seeds_or_not(folder):
                     (0.0, last),
                     environment__json=json.dumps({"seed": seed}),
                     # The update of a client was dropped in half of its rounds.
-                    participation_by_round__csv__gz=by_round("1,11", "2,1" + "12"[name == "lost"]),
+                    clients_by_round__csv__gz=by_round("1,11", "2,1" + "12"[name == "lost"]),
                 )
                 for seed, last in enumerate(values)
             ]
@@ -762,20 +834,76 @@ def test_values_that_some_seeds_lack_are_marked(folder, config):
     assert "0.5 (2 of 3 seeds)" in section.verbatim[0].content
 
 
-def test_tables_for_a_paper_have_the_cells_of_the_page(two_groups):
+def test_tables_for_a_paper_have_the_values_of_the_page(two_groups):
     page = about_groups(group([read_run(folder) for folder in find_runs([two_groups])[0]]))
     (section,) = (section for section in page.sections if section.title == "Groups")
-    latex, text = (table.content for table in section.verbatim)
-    head = section.tables[0].head
-    lines = [line for line in latex.splitlines() if line.endswith(r" \\")]
-    assert all(line.count(" & ") == len(head) - 1 for line in lines)
-    assert r"client\_fraction=0.1 & 0, 1 & 2 & 0.30~$\pm$~0.14" in lines[1]
-    table = list(csv.DictReader(text.splitlines()))
-    assert [row["group"] for row in table] == ["client_fraction=0.1", "client_fraction=1.0"]
-    assert float(table[0]["final val_acc mean"]) == pytest.approx(0.3)
-    assert float(table[0]["final val_acc std"]) == pytest.approx(0.02**0.5)
-    assert float(table[0]["final val_acc ci95_high"]) == pytest.approx(0.3 + 1.27062, abs=1e-5)
-    assert table[0]["final val_acc n"] == "2"
+    table, text = (table.content for table in section.verbatim)
+    assert r"client\_fraction=0.1 & $0.30 \pm 0.14$ \\" in table.splitlines()
+    rows = list(csv.DictReader(text.splitlines()))
+    assert [row["group"] for row in rows] == ["client_fraction=0.1", "client_fraction=1.0"]
+    assert float(rows[0]["final val_acc mean"]) == pytest.approx(0.3)
+    assert float(rows[0]["final val_acc std"]) == pytest.approx(0.02**0.5)
+    assert float(rows[0]["final val_acc ci95_high"]) == pytest.approx(0.3 + 1.27062, abs=1e-5)
+    assert rows[0]["final val_acc n"] == "2"
+
+
+@pytest.fixture
+def three_seeds(folder):
+    """Groups by name, with the final accuracies of the seeds 0, 1 and 2."""
+
+    def make(**finals):
+        return {
+            name: [
+                folder(
+                    f"{name}/version_{seed}", (0, v), environment__json=json.dumps({"seed": seed})
+                )
+                for seed, v in enumerate(values)
+            ]
+            for name, values in finals.items()
+        }
+
+    return make
+
+
+def rows_of(path):
+    """The cells of a table in LaTeX."""
+    lines = [line for line in path.read_text().splitlines() if line.endswith(r" \\")]
+    return [line.removesuffix(r" \\").split(" & ") for line in lines]
+
+
+def test_the_best_mean_of_a_table_in_latex_is_bold_if_the_seeds_separate_it(
+    three_seeds, tmp_path, undrawn
+):
+    near = three_seeds(low=(0.1, 0.2, 0.3), high=(0.3, 0.2, 0.6))
+    far = three_seeds(a=(0.1, 0.2, 0.31), b=(0.5, 0.6, 0.71))
+    path = tmp_path / "table.tex"
+    report(near, tmp_path / "page.html", latex=path)
+    assert rows_of(path)[1:] == [["low", r"$0.20 \pm 0.10$"], ["high", r"$0.37 \pm 0.21$"]]
+    columns = ["final val_acc", "dropped", "bytes_up", "val_acc"]
+    report(far, tmp_path / "page.html", latex=path, columns=columns, percent=True)
+    head, *rows = rows_of(path)
+    assert head == ["group", r"final val\_acc (\%)", "dropped", r"bytes\_up", r"val\_acc (\%)"]
+    bold = r"$\mathbf{60} \pm 11$"
+    assert rows[0] == ["a", r"$20 \pm 11$", "$0$", r"$2{,}000{,}000$", r"$20 \pm 11$"]
+    assert rows[1] == ["b", bold, "$0$", r"$2{,}000{,}000$", bold]
+    text = path.read_text()
+    assert text.startswith(r"% Needs \usepackage{booktabs}.")
+    assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
+    with pytest.raises(FederationError, match="no run has a column 'f1': they have final val_acc"):
+        report(far, tmp_path / "page.html", latex=path, columns=["f1"])
+
+
+def test_names_are_text_in_latex(three_seeds, tmp_path, undrawn):
+    path = tmp_path / "table.tex"
+    report(three_seeds(**{r"A&B_50%\x": (0.5,)}), tmp_path / "page.html", latex=path)
+    assert rows_of(path)[1][0] == r"A\&B\_50\%\textbackslash{}x"
+
+
+def test_cells_that_a_spreadsheet_would_compute_are_text(three_seeds):
+    runs = {name: [read_run(p) for p in paths] for name, paths in three_seeds(a=(0.5,)).items()}
+    page = about_groups([Group("=1+1", runs["a"]), Group("b", runs["a"])])
+    (section,) = (section for section in page.sections if section.title == "Groups")
+    assert section.verbatim[1].content.splitlines()[1].startswith("'=1+1,0,1,0.5,")
 
 
 @pytest.mark.parametrize(
