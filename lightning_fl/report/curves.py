@@ -107,15 +107,8 @@ def cost(groups: Sequence[Group]) -> Section | None:
         if drawn := [line for line in lines if line]:
             panels[panel], across[panel] = drawn, column
     caption = "Traffic between server and clients so far, and the metric of the model over it."
-    if times:
-        caption += " Virtual time is the simulated duration of the rounds."
-    text = ["Some runs have no virtual time, so the metric is not drawn over it."]
-    has_both = not times or is_timed
-    return Section(
-        "Traffic and time",
-        () if has_both else text,
-        [picture("cost", caption, panels, groups, across)],
-    )
+    caption += " Virtual time is the simulated duration of the rounds." if times else ""
+    return Section("Traffic and time", (), [picture("cost", caption, panels, groups, across)])
 
 
 def hyper_parameters(groups: Sequence[Group]) -> Section | None:

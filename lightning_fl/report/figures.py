@@ -241,57 +241,6 @@ class Lines(Panel):
 
 
 @dataclass(frozen=True)
-class Bars(Panel):
-    """Panel of stacked bars.
-
-    Args:
-        ylabel: Label of the vertical axis.
-        xlabel: Label of the horizontal axis.
-        kinds: Counts by kind and position, from the bottom to the top.
-        width: Number of positions that a bar covers, to the right of its position.
-        places: Places of the colors of kinds; that of others is 0.
-    """
-
-    ylabel: str
-    xlabel: str
-    kinds: Mapping[str, Mapping[int, float]]
-    width: int = 1
-    places: Mapping[str, int] = field(default_factory=dict)
-
-    def _colored(self) -> list[tuple[int, str, Mapping[int, float]]]:
-        """Return kinds and their counts with the places of their colors."""
-        return [(self.places.get(kind, 0), kind, counts) for kind, counts in self.kinds.items()]
-
-    def draw(self, axes: Axes) -> None:
-        """Draw the bars."""
-        below: dict[int, float] = {}
-        for at, _, counts in self._colored():
-            bottom = [below.get(x, 0) for x in counts]
-            middles = [x + (self.width - 1) / 2 for x in counts]
-            heights, width = list(counts.values()), 0.9 * self.width
-            axes.bar(middles, heights, width, bottom, color=COLORS[at])
-            below |= {x: below.get(x, 0) + n for x, n in counts.items()}
-        axes.grid(axis="x", visible=False)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        if all(n == int(n) for n in below.values()):
-            axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-
-    def values(self) -> dict[str, Any]:
-        """Return the counts of all kinds at the positions that have one."""
-        x = sorted({x for counts in self.kinds.values() for x in counts})
-        lines = [
-            {"n": kind, "c": at, "x": x, "y": _json([counts.get(i, 0) for i in x])}
-            for at, kind, counts in self._colored()
-        ]
-        return {"lines": lines, "bars": self.width}
-
-    def legend(self) -> list[tuple[str, int]]:
-        """Return the kinds, if there are several or the axis does not name them."""
-        kinds = [(kind, at) for at, kind, _ in self._colored()]
-        return kinds if len(kinds) > 1 else []
-
-
-@dataclass(frozen=True)
 class Grid(Panel):
     """Panel of colored cells.
 
@@ -307,6 +256,7 @@ class Grid(Panel):
         first: Number of the first column.
         widths: Number of positions that a cell covers, vertically and horizontally.
         ticks: Labels of the rows on the axis; empty labels them by number.
+        order: See :class:`Lines`.
     """
 
     ylabel: str
@@ -320,6 +270,7 @@ class Grid(Panel):
     first: int = 0
     widths: tuple[float, float] = (1, 1)
     ticks: Sequence[str] = ()
+    order: Sequence[str] = ()
     is_raster = True
 
     def draw(self, axes: Axes) -> None:

@@ -85,22 +85,22 @@ class Comparison:
             replace(each, runs=[run for run in each.runs if not any(alarms(run))])
             for each in self.groups
         ]
-        self._of_run = {
-            id(run): {name: run.column(name)[-1][1] for name in run.columns} | each
-            for run, each in zip(runs, every, strict=True)
-        }
+        self._measures = dict(zip(map(id, runs), every, strict=True))
         #: Names of the measures, and of the columns of the tables of rounds.
-        columns = (name for each in self._of_run.values() for name in each)
-        self.known = list(dict.fromkeys([*self.names, *columns]))
+        self.known = list(dict.fromkeys([*self.names, *(n for run in runs for n in run.columns)]))
         self._modes = dict.fromkeys((metric, f"final {metric}", f"best {metric}"), mode)
 
     def mode(self, name: str) -> str:
         """Return whether the best value of a measure is the highest or the lowest."""
         return self._modes.get(name) or direction(name)
 
+    def of_run(self, run: Run) -> dict[str, float]:
+        """Return the measures of a run, and the last values of its columns."""
+        return {name: run.column(name)[-1][1] for name in run.columns} | self._measures[id(run)]
+
     def values(self, group: Group, name: str) -> list[float]:
         """Return a measure, or the last value of a column, of the runs of a group that have it."""
-        return [each[name] for run in group.runs if name in (each := self._of_run[id(run)])]
+        return [each[name] for run in group.runs if name in (each := self.of_run(run))]
 
     def differences(self, base: Group, other: Group, name: str) -> dict[int, float]:
         """Return the differences of a measure from another group, by common seed."""
@@ -110,7 +110,7 @@ class Comparison:
     def _by_seed(self, group: Group, name: str) -> dict[int, float]:
         """Return the finite values by seed, without seeds that several runs have."""
         counts = Counter(run.seed for run in group.runs)
-        found = {run.seed: self._of_run[id(run)].get(name, math.nan) for run in group.runs}
+        found = {run.seed: self.of_run(run).get(name, math.nan) for run in group.runs}
         return {
             seed: value
             for seed, value in found.items()

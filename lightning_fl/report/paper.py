@@ -9,20 +9,11 @@ from lightning_fl.report.measures import Comparison
 from lightning_fl.report.words import NBSP, counted, plus_minus
 
 #: Characters with a meaning in LaTeX, and their replacements.
-LATEX = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    '"': r"\textquotedbl{}",
-    "[": "{[}",  # after a line break, it would be an optional argument
-    "]": "{]}",
-    "…": r"\ldots{}",
-    NBSP: "~",
-}
+LATEX = {character: f"\\{character}" for character in "&%$#_{}"}
+LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", NBSP: "~"}
+LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+LATEX |= {'"': r"\textquotedbl{}", "…": r"\ldots{}"}
+LATEX |= {"[": "{[}", "]": "{]}"}  # after a line break, it would be an optional argument
 
 
 def latex(compared: Comparison, columns: Sequence[str] = (), percent: bool = False) -> str:

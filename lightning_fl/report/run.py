@@ -92,10 +92,19 @@ class Outcomes:
     def curves(self, column: str) -> dict[int, np.ndarray[Any, np.dtype[np.float64]]]:
         """Return rounds and known values of the loss or the score of each client, ``[n, 2]``."""
         at = COLUMNS.index(column)
-        known = self.rows[~np.isnan(self.rows[:, at])]
-        known = known[np.argsort(known[:, 1], kind="stable")]
-        clients, starts = np.unique(known[:, 1], return_index=True)
-        parts = np.split(known[:, [0, at]], starts[1:])
+        by_client = self._by_client(~np.isnan(self.rows[:, at]))
+        return {client: rows[:, [0, at]] for client, rows in by_client.items()}
+
+    def dropped(self) -> dict[int, list[float]]:
+        """Return the rounds in which the update of each client was dropped."""
+        by_client = self._by_client(self.rows[:, 2] > 1)
+        return {client: rows[:, 0].tolist() for client, rows in by_client.items()}
+
+    def _by_client(self, mask: np.ndarray[Any, Any]) -> dict[int, np.ndarray[Any, Any]]:
+        some = self.rows[mask]
+        some = some[np.argsort(some[:, 1], kind="stable")]
+        clients, starts = np.unique(some[:, 1], return_index=True)
+        parts = np.split(some, starts[1:])
         return dict(zip(clients.astype(int).tolist(), parts, strict=False))
 
     def lost(self) -> list[tuple[int, int, int]]:
@@ -103,8 +112,8 @@ class Outcomes:
 
         Those that lost the largest share come first.
         """
-        sampled, lost = ((self.codes > code).sum(0).tolist() for code in (0, 1))
-        some = [(c, n, sampled[c]) for c, n in enumerate(lost) if n]
+        rounds = (self.codes > 0).sum(0).tolist()
+        some = [(client, len(lost), rounds[client]) for client, lost in self.dropped().items()]
         return sorted(some, key=lambda each: -each[1] / each[2])
 
     def occurring(self) -> list[tuple[int, str]]:
@@ -258,7 +267,7 @@ def read_run(folder: str | Path) -> Run:
         names=read("participation.csv", _names, {}),
         test=read("test.json", _test, {}),
         resumed=list(_resumed(config, sorted(folder.glob("config_resumed_*.yaml")))),
-        pictures={n: content for n in PICTURES if (content := read(f"{n}.png", _bytes, b""))},
+        pictures={n: file for n in PICTURES if (file := read(f"{n}.png", Path.read_bytes, b""))},
     )
 
 
@@ -305,10 +314,6 @@ def _outcomes(path: Path, num_clients: int) -> Outcomes:
     if lines:
         rows = np.loadtxt(lines, delimiter=",", converters=read, encoding="utf-8", ndmin=2)
     return Outcomes(list(map(describe_cause, places)), rows, num_clients)
-
-
-def _bytes(path: Path) -> bytes:
-    return path.read_bytes()
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from lightning_fl.files import csv_text
-from lightning_fl.functional.intervals import mean_and_std, t_interval
+from lightning_fl.functional.intervals import t_interval
 from lightning_fl.report.curves import cost, hyper_parameters, picture, progress
 from lightning_fl.report.figures import MOST_LINES, Line, mean_line
 from lightning_fl.report.groups import Group, alike, differences, identity, top_level
@@ -17,7 +17,7 @@ from lightning_fl.report.measures import Comparison
 from lightning_fl.report.page import Report, Section, Table, Verbatim
 from lightning_fl.report.paper import latex
 from lightning_fl.report.run import Run
-from lightning_fl.report.scores import client_metric, client_scores, final_and_best
+from lightning_fl.report.scores import client_metric, client_scores
 from lightning_fl.report.settings import settings
 from lightning_fl.report.words import SEPARATOR, counted, listed, number, plus_minus, span
 
@@ -54,7 +54,7 @@ def about_groups(
         cost(groups),
         hyper_parameters(groups),
         _clients(groups),
-        _each_run(groups),
+        _each_run(compared),
         settings(groups),
     ]
     return Report(
@@ -104,45 +104,29 @@ def _interval(values: Sequence[float], form: Callable[[float], str] = number) ->
 
 def _comparison(compared: Comparison, differences: Sequence[Table]) -> Section:
     """Return a table that compares groups, their differences, and tables for papers."""
-    head, head_csv = ["group", "seeds", "rounds"], ["group", "seeds"]
+    head, rows = ["group", "seeds", "rounds"], []
     for name in compared.names:
         head += [name, "95 % interval"] if name.startswith("final ") else [name]
-        head_csv += [f"{name} {part}" for part in ("n", "mean", "std", "ci95_low", "ci95_high")]
-    rows, rows_csv = [], []
     for group in compared.groups:
         seeds = ", ".join(map(_seed, group.runs))
         row = [group.name, seeds, span([run.rounds for run in group.runs])]
-        row_csv: list[object] = [group.name, seeds]
         for name in compared.names:
             values = compared.values(group, name)
             is_whole = len(values) in (0, len(group.runs))
             some = "" if is_whole else f" ({len(values)} of {len(group.runs)} seeds)"
             row += [plus_minus(values) + some, *([_interval(values)] * name.startswith("final "))]
-            row_csv += [len(values), *_digits(values)]
         rows.append(row)
-        rows_csv.append(row_csv)
     caption = (
         "Mean ± sample standard deviation (n - 1) over the seeds that have the value. The interval"
         f" is the {INTERVAL}, mean ± t s/√n."
     )
-    papers = [
-        Verbatim("Table for a paper: LaTeX", latex(compared)),
-        Verbatim("Table for a paper: CSV with all digits", csv_text(head_csv, rows_csv)),
-    ]
     table = Table(head, rows, caption, sortable=len(rows) > 2)
-    return Section("Groups", (), (), [table, *differences], papers)
+    paper = Verbatim("Table for a paper: LaTeX", latex(compared))
+    return Section("Groups", (), (), [table, *differences], [paper])
 
 
 def _seed(run: Run) -> str:
     return "-" if run.seed is None else str(run.seed)
-
-
-def _digits(values: Sequence[float]) -> list[object]:
-    """Return mean, standard deviation and 95 % interval; those that are unknown are empty."""
-    mean, half = t_interval(values)
-    std = mean_and_std(values)[1] if len(values) > 1 else math.nan
-    known = (mean, std, mean - half, mean + half)
-    return [value if math.isfinite(value) else "" for value in known]
 
 
 def _paired(compared: Comparison) -> Section | None:
@@ -191,17 +175,18 @@ def _clients(groups: Sequence[Group]) -> Section | None:
     return Section("Clients", (), [picture("clients", caption, panels, groups, across)])
 
 
-def _each_run(groups: Sequence[Group]) -> Section:
-    """Return the table of all runs."""
-    metric = groups[0].runs[0].metric
-    head = ["run", "group", "seed", "rounds"]
-    head += [f"final {metric}", f"best {metric}", "in round"] if metric else []
-    rows = []
-    for group in groups:
+def _each_run(compared: Comparison) -> Section:
+    """Return the table of all runs, also with all digits."""
+    names = compared.names
+    rows, digits = [], []
+    for group in compared.groups:
         for run in group.runs:
             done = f"{run.rounds} of {run.planned}" if run.planned else f"{run.rounds}"
             done += "" if run.is_finished else " (unfinished)"
-            judged = final_and_best(run) or (None, None, None)
-            rows.append([run.name, group.name, _seed(run), done, *map(number, judged)][: len(head)])
+            start, values = [run.name, group.name, _seed(run), done], compared.of_run(run)
+            rows.append([*start, *(number(values.get(name)) for name in names)])
+            digits.append([*start, *(values.get(name, "") for name in names)])
+    head = ["run", "group", "seed", "rounds", *names]
     table = Table(head, rows, "All runs", folded=len(rows) > 12, sortable=True)
-    return Section("Runs", (), (), [table])
+    text = Verbatim("All runs: CSV with all digits", csv_text(head, digits))
+    return Section("Runs", (), (), [table], [text])

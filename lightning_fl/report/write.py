@@ -23,7 +23,7 @@ from lightning_fl.report.measures import Comparison, direction
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
 from lightning_fl.report.paper import latex as table_of
-from lightning_fl.report.run import PICTURES, Run, find_runs, read_run
+from lightning_fl.report.run import PICTURES, find_runs, read_run
 from lightning_fl.report.several_runs import about_groups
 
 #: Folders of runs, or folders that contain runs.
@@ -81,12 +81,13 @@ def report(
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
     if path.suffix != ".html" or path.is_dir():
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
-    found = {name: list(map(read_run, each)) for name, each in named.items()}
-    if metric is not None:
-        found = _judged_by(metric, mode, found)
-    elif mode is not None:
+    if metric is None and mode is not None:
         raise FederationError(f"mode={mode} is for a metric: set metric, too")
-    groups = with_names(found)
+    asked = partial(replace, metric=metric, mode=mode or direction(metric or ""))
+    groups = with_names({n: [asked(read_run(f)) for f in each] for n, each in named.items()})
+    known = dict.fromkeys(n for each in groups for run in each.runs for n in run.columns)
+    if metric not in (None, *known):
+        raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(known)}")
     page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
     table = "" if latex is None else table_of(Comparison(groups), columns, percent)
     pictures = {p.name: p.content for section in page.sections for p in section.pictures}
@@ -100,20 +101,6 @@ def report(
         if latex is not None:
             write_atomically(latex, table)
     return path
-
-
-def _judged_by(
-    metric: str, mode: Literal["max", "min"] | None, named: Mapping[str, Sequence[Run]]
-) -> dict[str, list[Run]]:
-    """Return the runs with the main metric that was asked for."""
-    columns = dict.fromkeys(name for runs in named.values() for run in runs for name in run.columns)
-    if metric not in columns:
-        raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(columns)}")
-    mode = mode or direction(metric)
-    return {
-        name: [replace(run, metric=metric, mode=mode) for run in runs]
-        for name, runs in named.items()
-    }
 
 
 def _find_named(runs: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[str]]:

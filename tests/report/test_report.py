@@ -115,8 +115,7 @@ def test_a_page_says_what_was_run_and_how_it_went(folder, picture):
         "final val_acc 0.5",
         "best val_acc (round 3) 0.75",
         "upload 7.0 MB, download 8.0 MB 15.0 MB",
-        "1 of 8 client updates were dropped.",
-        "non-finite values 1 12.5 %",
+        "1 of 8 client updates were dropped: 1 non-finite values.",
         "worst tenth of clients, own training samples 0.5",
         "own training samples",
         "Constant in all rounds: lr 0.1, local steps per client 10.",
@@ -393,9 +392,9 @@ def test_the_comparison_lists_every_run_and_what_differs(two_groups, undrawn):
     assert words.head == ["option", "client_fraction=0.1", "client_fraction=1.0"]
     assert words.rows == [["federation.client_fraction", "0.1", "1.0"]]
     assert [row[0] for row in tables["run"].rows] == [f"digits/version_{i}" for i in range(4)]
+    assert tables["run"].head[4:6] == ["final val_acc", "best val_acc"]
     assert [row[4] for row in tables["run"].rows] == ["0.2", "0.4", "0.7", "0.9"]
     assert compared.rows[0][-1] == "8"  # a number without a unit, which a click sorts
-    assert "upload and download (MB) mean" in groups.verbatim[1].content
 
 
 def test_seeds_of_a_script_are_compared(folder):
@@ -431,13 +430,13 @@ def test_seeds_and_clients_are_names_and_what_nobody_logged_has_no_column(folder
     runs = [read_run(folder(f"{i}/v", environment__json=told, **files)) for i in range(2)]
     page = about_groups(group(runs))
     tables = {t.head[0]: t for section in page.sections for t in section.tables}
-    assert tables["run"].head == ["run", "group", "seed", "rounds"]
-    assert tables["run"].rows[0] == ["0/v", "0", "12345", "1"]
+    assert tables["run"].head[:4] == ["run", "group", "seed", "rounds"]
+    assert tables["run"].rows[0][:4] == ["0/v", "0", "12345", "1"]
     compared = dict(zip(tables["group"].head, tables["group"].rows[0], strict=True))
     assert compared["seeds"] == "12345"
     assert compared["virtual time (s)"] == "150"
-    (section,) = (section for section in page.sections if section.title == "Groups")
-    assert section.verbatim[1].content.splitlines()[1].startswith("0,12345,1,")
+    (section,) = (section for section in page.sections if section.title == "Runs")
+    assert section.verbatim[0].content.splitlines()[1].startswith("0/v,0,12345,1,")
     assert clients(runs[0]).tables[-1].rows[-1][0] == "1234"
 
 
@@ -465,7 +464,7 @@ def test_no_runs_and_a_place_that_cannot_be_written_to_are_errors(folder, tmp_pa
         report(folder(), tmp_path / "file" / "report.html")
 
 
-def test_callbacks_are_named_with_what_is_not_their_default(folder):
+def test_callbacks_are_named(folder):
     callbacks = [
         {"class_path": "lightning_fl.callbacks.ClientFaults", "init_args": {"dropout": 0.2}},
         {"class_path": "yours.Watch", "init_args": {"every": 3, "path": None}},
@@ -473,7 +472,7 @@ def test_callbacks_are_named_with_what_is_not_their_default(folder):
     ]
     config = yaml.safe_dump({"trainer": {"callbacks": callbacks, "callbacks_dir": "x"}})
     page = about_run(read_run(folder(config__yaml=config)))
-    assert " · ClientFaults(dropout=0.2) · Watch(every=3) · LabelFlip" in page.lead[0]
+    assert page.lead[0].endswith(" · ClientFaults · Watch · LabelFlip")
 
 
 def test_privacy_and_backdoors_are_key_figures(folder):
@@ -527,20 +526,19 @@ def test_one_run_has_its_columns_in_one_panel_and_groups_have_a_panel_per_column
 
 
 def test_drops_are_drawn_by_cause(folder):
-    def bars(path):
-        (picture,) = participation(read_run(path)).pictures
-        (panel, _) = picture.panels
-        return {panel.ylabel: (panel.xlabel, panel.kinds)}
-
-    drops = bars(folder("b/version_0"))
-    assert drops["updates dropped"] == ("round", {"non-finite values": {3: 1}})
+    (picture,) = participation(read_run(folder())).pictures
+    panel, _ = picture.panels
+    assert (panel.ylabel, panel.xlabel) == ("updates dropped", "round")
+    ((line),) = panel.lines
+    assert (line.label, line.x, line.y) == ("non-finite values", [1, 2, 3, 4], [0, 0, 1, 0])
+    # The color is that of the cells.
+    assert picture.legend == [("non-finite values", 4), ("arrived", 0)]
 
 
 def test_drops_for_other_causes_are_counted(folder):
     rounds = "round,clients,dropped,late,low_battery\n1,9,3,1,2\n"
     section = participation(read_run(folder(rounds__csv=rounds)))
-    assert "3 of 9 client updates were dropped." in section.text[0]
-    assert [row[:2] for row in section.tables[0].rows] == [["too late", "1"], ["other causes", "2"]]
+    assert "3 of 9 client updates were dropped: 1 too late, 2 other causes." in section.text[0]
 
 
 def test_the_round_of_the_last_value_is_named(folder, undrawn):
@@ -563,14 +561,6 @@ def test_the_round_of_the_last_value_is_named(folder, undrawn):
 )
 def test_the_main_metric_is_of_the_validation_and_never_of_an_attack(columns, name):
     assert headline([Run("a", [dict.fromkeys(["round", *columns], 1.0)])])[0] == name
-
-
-def test_bars_of_many_rounds_are_sums_of_stretches(folder):
-    rounds = "round,clients,dropped,late\n" + "".join(f"{i},9,2,2\n" for i in range(1, 301))
-    (picture,) = participation(read_run(folder(rounds__csv=rounds))).pictures
-    panel = picture.panels[0]
-    assert (panel.xlabel, panel.width) == ("3 rounds from round", 3)
-    assert panel.kinds == {"too late": dict.fromkeys(range(1, 300, 3), 6)}
 
 
 def test_groups_are_compared_at_equal_virtual_time_if_all_have_a_clock(folder, panels):
@@ -636,10 +626,6 @@ def test_the_page_shows_who_participated_when(folder, undrawn):
     names = ["not sampled", "arrived", "dropped out", "crashed", "too late", "non-finite values"]
     names += ["low battery"]
     assert chart["layers"] == [{"n": "", "v": [[1, 1, 1, 6], [1, 0, 2, 1]], "names": names}]
-    (history,) = (json.loads(v) for n, v in page.attributes if n == "data-history")
-    # Run lengths: b is arrived, a is absent.
-    assert history["clients"] == {"client 0": "3bg", "client 1": "bacb"}
-    assert history["outcomes"] == names
     section = clients(read_run(path))
     assert section.tables[1].head == [
         *("client", "training samples", "rounds", "dropped", "dropped out", "low battery"),
@@ -836,15 +822,13 @@ def test_values_that_some_seeds_lack_are_marked(folder, config):
 
 def test_tables_for_a_paper_have_the_values_of_the_page(two_groups):
     page = about_groups(group([read_run(folder) for folder in find_runs([two_groups])[0]]))
-    (section,) = (section for section in page.sections if section.title == "Groups")
-    table, text = (table.content for table in section.verbatim)
-    assert r"client\_fraction=0.1 & $0.30 \pm 0.14$ \\" in table.splitlines()
-    rows = list(csv.DictReader(text.splitlines()))
-    assert [row["group"] for row in rows] == ["client_fraction=0.1", "client_fraction=1.0"]
-    assert float(rows[0]["final val_acc mean"]) == pytest.approx(0.3)
-    assert float(rows[0]["final val_acc std"]) == pytest.approx(0.02**0.5)
-    assert float(rows[0]["final val_acc ci95_high"]) == pytest.approx(0.3 + 1.27062, abs=1e-5)
-    assert rows[0]["final val_acc n"] == "2"
+    texts = [text.content for section in page.sections[:-1] for text in section.verbatim]
+    assert r"client\_fraction=0.1 & $0.30 \pm 0.14$ \\" in texts[0].splitlines()
+    rows = list(csv.DictReader(texts[1].splitlines()))
+    assert [row["group"] for row in rows] == ["client_fraction=0.1"] * 2 + [
+        "client_fraction=1.0"
+    ] * 2
+    assert [row["final val_acc"] for row in rows] == ["0.2", "0.4", "0.7", "0.9"]
 
 
 @pytest.fixture
@@ -902,8 +886,8 @@ def test_names_are_text_in_latex(three_seeds, tmp_path, undrawn):
 def test_cells_that_a_spreadsheet_would_compute_are_text(three_seeds):
     runs = {name: [read_run(p) for p in paths] for name, paths in three_seeds(a=(0.5,)).items()}
     page = about_groups([Group("=1+1", runs["a"]), Group("b", runs["a"])])
-    (section,) = (section for section in page.sections if section.title == "Groups")
-    assert section.verbatim[1].content.splitlines()[1].startswith("'=1+1,0,1,0.5,")
+    (section,) = (section for section in page.sections if section.title == "Runs")
+    assert section.verbatim[0].content.splitlines()[1].startswith("a/version_0,'=1+1,0,2,0.5,")
 
 
 @pytest.mark.parametrize(
