@@ -123,7 +123,8 @@ class Comparison:
         Runs with an alarm are left out. The seeds separate two groups if the 95 % interval of
         their paired differences does not contain 0. None if fewer than two groups have a mean.
         """
-        means = {at: mean_and_std(self.values(g, name))[0] for at, g in enumerate(self.sound)}
+        values = {at: found for at, g in enumerate(self.sound) if (found := self.values(g, name))}
+        means = {at: mean_and_std(found)[0] for at, found in values.items()}
         means = {at: mean for at, mean in means.items() if math.isfinite(mean)}
         if len(means) < 2:
             return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_fl.errors import FederationError
+from lightning_fl.report.lead import alarms
 from lightning_fl.report.measures import Comparison
-from lightning_fl.report.words import NBSP, counted, plus_minus
+from lightning_fl.report.words import NBSP, plus_minus, span
 
 #: Characters with a meaning in LaTeX, and their replacements.
 LATEX = {character: f"\\{character}" for character in "&%$#_{}"}
@@ -49,13 +50,14 @@ def latex(compared: Comparison, columns: Sequence[str] = (), percent: bool = Fal
         head.append(_text(name + " (%)" * (factor > 1)))
         for row, group, each in zip(cells, compared.groups, values, strict=True):
             is_bold = not close and best is not None and group.name == best.name
-            row.append(_cell([factor * value for value in each], is_bold))
-    seeds = max(len(group.runs) for group in compared.groups)
+            some = f" ({len(each)} of {len(group.runs)})" if 0 < len(each) < len(group.runs) else ""
+            row.append(_cell([factor * value for value in each], is_bold) + some)
+    seeds = span([len(group.runs) for group in compared.groups])
     lines = [
-        "% Needs \\usepackage{booktabs}. Mean and sample standard deviation of up to"
-        f" {counted(seeds, 'seed')}.",
+        f"% Needs \\usepackage{{booktabs}}. Mean and sample standard deviation, seeds: {seeds}.",
         "% Bold: best, where the 95 % interval of the paired differences from each other group does"
         " not contain 0.",
+        *(f"% {_text(alarm)}" for run in compared.runs for alarm in alarms(run)),
         f"\\begin{{tabular}}{{l{'r' * len(columns)}}}",
         *("\\toprule", rf"{' & '.join(head)} \\", "\\midrule"),
         *(rf"{' & '.join(row)} \\" for row in cells),
@@ -71,9 +73,10 @@ def _cell(values: Sequence[float], is_bold: bool) -> str:
         >>> print(_cell([0.5, 0.61, 0.7], is_bold=True), _cell([12345.0], is_bold=False))
         $\mathbf{0.60} \pm 0.10$ $12{,}345$
     """
-    if not values:
-        return "--"
-    mean, _, std = plus_minus(values).replace(NBSP, " ").replace(",", "{,}").partition(" ± ")
+    text = plus_minus(values).replace(NBSP, " ").replace(",", "{,}")
+    if not any(map(str.isdigit, text)):  # unknown or not finite
+        return text
+    mean, _, std = text.partition(" ± ")
     mean = rf"\mathbf{{{mean}}}" if is_bold else mean
     return f"${mean}$" if not std else rf"${mean} \pm {std}$"
 
