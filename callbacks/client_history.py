@@ -54,7 +54,7 @@ class ClientHistory:
             losses: Losses by id of the clients that trained.
             scores: Scores by id of the clients that were evaluated after the round.
         """
-        scores, outcomes = scores or {}, dict.fromkeys(clients, ARRIVED) | dropped
+        scores, outcomes = scores or {}, {**dict.fromkeys(clients, ARRIVED), **dropped}
         lines = [
             f"{round},{client},{outcomes.get(client, NOT_SAMPLED)},{_cell(losses.get(client))},"
             f"{_cell(scores.get(client))}\n"

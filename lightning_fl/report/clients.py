@@ -303,12 +303,12 @@ def _table(
     rows: list[list[Curve | str]] = [
         [
             client_label(client, run).removeprefix("client "),
-            *(number(values.get(client)) for values in columns.values()),
             *(cells.get(client, "-") for cells in drawn.values()),
+            *(number(values.get(client)) for values in columns.values()),
         ]
         for client in shown
     ]
-    return Table(["client", *columns, *drawn], rows, caption, sortable=True)
+    return Table(["client", *drawn, *columns], rows, caption, sortable=True)
 
 
 def _small(name: str, curves: Curves, dropped: Mapping[int, Sequence[float]]) -> dict[int, Curve]:

@@ -104,8 +104,8 @@ class Line:
         def some(values: Sequence[Any]) -> list[Any]:
             return [values[i] for i in sorted(kept)] if values else []
 
-        columns = map(some, (self.x, self.y, self.band, self.names))
-        return Line(self.label, *columns, [some(seed) for seed in self.seeds])
+        x, y, band, names = map(some, (self.x, self.y, self.band, self.names))
+        return Line(self.label, x, y, band, names, [some(seed) for seed in self.seeds])
 
 
 def mean_line(label: str, points: Sequence[tuple[float, Sequence[float]]]) -> Line:
@@ -206,15 +206,16 @@ class Lines(Panel):
         if is_log := needs_log(self.ylabel, drawn):
             axes.set_yscale("log")
         for at, line in self._drawn():
-            color, dash = COLORS[at % len(COLORS)], DASHES[at // len(COLORS) % len(DASHES)]
+            style = _line_style(at)
+            color = style["color"]
             for seed in line.seeds:
                 axes.plot(line.x, seed, color=color, linewidth=0.8, alpha=0.45)
             if line.band:
                 y, half = np.array(line.y, float), np.array(line.band, float)
                 axes.fill_between(line.x, y - half, y + half, color=color, alpha=0.18, linewidth=0)
             marker = "." if len(line.x) < 40 or not self.joined else ""
-            dash = dash if self.joined else ""
-            axes.plot(line.x, line.y, linestyle=dash, color=color, marker=marker)
+            style |= {} if self.joined else {"linestyle": ""}
+            axes.plot(line.x, line.y, marker=marker, **style)
         if drawn and all(0 <= y <= 1 for y in drawn) and not is_log:
             low, high = axes.get_ylim()
             axes.set_ylim(max(low, -0.02), min(high, 1.02))
@@ -360,11 +361,13 @@ def png(panels: Sequence[Panel]) -> bytes:
 
 def _handles(legend: Sequence[tuple[str, int]]) -> list[Line2D]:
     """Return the entries of a legend."""
-    dashes = [DASHES[at // len(COLORS) % len(DASHES)] for _, at in legend]
-    return [
-        Line2D([], [], color=COLORS[at % len(COLORS)], linestyle=dash, label=plain(label))
-        for (label, at), dash in zip(legend, dashes, strict=True)
-    ]
+    return [Line2D([], [], label=plain(label), **_line_style(at)) for label, at in legend]
+
+
+def _line_style(at: int) -> dict[str, Any]:
+    """Return the color and the dashes of a place."""
+    dash = DASHES[at // len(COLORS) % len(DASHES)]
+    return {"color": COLORS[at % len(COLORS)], "linestyle": dash}
 
 
 def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:

@@ -44,7 +44,7 @@ def measures(run: Run, time: float | None = None) -> dict[str, float]:
         run: The run.
         time: Virtual time at which runs are compared; None if a run has no virtual time.
     """
-    values = {}
+    values: dict[str, float] = {}
     if judged := final_and_best(run):
         values |= {f"final {run.metric}": judged[0], f"best {run.metric}": judged[1]}
     optional = dict(list(run.test.get("metrics", {}).items())[:6])

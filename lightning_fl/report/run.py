@@ -309,7 +309,8 @@ def _outcomes(path: Path, num_clients: int) -> Outcomes:
         head, *lines = file.read().splitlines()
     if head.split(",") != [*COLUMNS]:
         raise FederationError(f"its columns are not {', '.join(COLUMNS)}")
-    read = {2: lambda cell: places.setdefault(cell, len(places)), 3: measured, 4: measured}
+    read: dict[int | str, Any] = {3: measured, 4: measured}
+    read[2] = lambda cell: places.setdefault(cell, len(places))
     rows = np.empty((0, len(COLUMNS)))
     if lines:
         rows = np.loadtxt(lines, delimiter=",", converters=read, encoding="utf-8", ndmin=2)
