@@ -13,10 +13,10 @@ import torch
 from lightning_fl.callbacks.client_table import summary
 from lightning_fl.partition import label_drift
 from lightning_fl.report.figures import COLORS, Grid, Line, Lines, Panel, needs_log
-from lightning_fl.report.lead import client_label, sampled, split_rule
+from lightning_fl.report.lead import client_label
 from lightning_fl.report.page import Curve, Picture, Section, Table
 from lightning_fl.report.run import Outcomes, Row, Run
-from lightning_fl.report.scores import OUTCOMES, client_metric, client_scores, drops, finite, total
+from lightning_fl.report.scores import OUTCOMES, client_metric, client_scores, drops, finite
 from lightning_fl.report.words import counted, listed, number, span
 
 #: Values by client, by name of the column of the table of clients.
@@ -44,10 +44,7 @@ def partition(run: Run) -> Section | None:
     if run.partition is None:
         return None
     counts, sizes = run.partition.class_counts, run.sizes
-    text = (
-        f"{split_rule(run.partition)}, seed {run.partition.seed}:"
-        f" {counted(len(sizes), 'client')} with {span(sizes)} samples"
-    )
+    text = f"Seed {run.partition.seed}; samples per client: {span(sizes)}"
     if any(counts):
         text += f"; classes per client: {span([len(row) for row in counts if row])}"
     panels: list[Panel] = [_per_client("samples", sizes, run)]
@@ -112,16 +109,11 @@ def _rgb(color: int) -> list[float]:
 
 def participation(run: Run) -> Section:
     """Show which clients were sampled, and which updates were dropped."""
-    asked, by_cause = total(run, "clients"), drops(run)
-    text = (
-        f"{sampled(run)} were sampled per round. {number(total(run, 'dropped'))} of"
-        f" {counted(asked, 'client update')} were dropped"
-    )
-    causes = [f"{number(sum(n.values()))} {cause}" for cause, n in by_cause.items()]
-    text += f": {', '.join(causes)}." if causes else "."
     panels: list[Panel] = []
-    captions = []
+    captions, text, by_cause = [], "No update was dropped.", drops(run)
     if by_cause:
+        causes = [f"{cause} {number(sum(n.values()))}" for cause, n in by_cause.items()]
+        text = f"Dropped updates by cause: {', '.join(causes)}."
         lines = [Line(c, [*n], [*n.values()]).thinned(MOST_POINTS) for c, n in by_cause.items()]
         panels.append(Lines("updates dropped", lines, order=OUTCOMES))
         captions.append("dropped updates per round")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from lightning_fl.functional.intervals import mean_and_std, t_interval
+from lightning_fl.functional.intervals import t_interval
 from lightning_fl.report.groups import Group, at_time, common_time
 from lightning_fl.report.lead import alarms
 from lightning_fl.report.run import Run
@@ -123,8 +123,7 @@ class Comparison:
         Runs with an alarm are left out. The seeds separate two groups if the 95 % interval of
         their paired differences does not contain 0. None if fewer than two groups have a mean.
         """
-        values = {at: found for at, g in enumerate(self.sound) if (found := self.values(g, name))}
-        means = {at: mean_and_std(found)[0] for at, found in values.items()}
+        means = {at: t_interval(self.values(g, name))[0] for at, g in enumerate(self.sound)}
         means = {at: mean for at, mean in means.items() if math.isfinite(mean)}
         if len(means) < 2:
             return None

@@ -115,7 +115,8 @@ def test_a_page_says_what_was_run_and_how_it_went(folder, picture):
         "final val_acc 0.5",
         "best val_acc (round 3) 0.75",
         "upload 7.0 MB, download 8.0 MB 15.0 MB",
-        "1 of 8 client updates were dropped: 1 non-finite values.",
+        "updates dropped 1 of 8",
+        "Dropped updates by cause: non-finite values 1.",
         "worst tenth of clients, own training samples 0.5",
         "own training samples",
         "Constant in all rounds: lr 0.1, local steps per client 10.",
@@ -542,7 +543,7 @@ def test_drops_are_drawn_by_cause(folder):
 def test_drops_for_other_causes_are_counted(folder):
     rounds = "round,clients,dropped,late,low_battery\n1,9,3,1,2\n"
     section = participation(read_run(folder(rounds__csv=rounds)))
-    assert "3 of 9 client updates were dropped: 1 too late, 2 other causes." in section.text[0]
+    assert section.text == ["Dropped updates by cause: too late 1, other causes 2."]
 
 
 def test_the_round_of_the_last_value_is_named(folder, undrawn):
