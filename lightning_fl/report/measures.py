@@ -117,8 +117,8 @@ class Comparison:
             if seed is not None and counts[seed] == 1 and math.isfinite(value)
         }
 
-    def best(self, name: str) -> tuple[Group, list[str]] | None:
-        """Return the best group by its mean, and the groups that the seeds do not separate from it.
+    def best(self, name: str) -> tuple[int, list[str]] | None:
+        """Return the place of the best group, and those that the seeds do not separate from it.
 
         Runs with an alarm are left out. The seeds separate two groups if the 95 % interval of
         their paired differences does not contain 0. None if fewer than two groups have a mean.
@@ -127,10 +127,11 @@ class Comparison:
         means = {at: mean for at, mean in means.items() if math.isfinite(mean)}
         if len(means) < 2:
             return None
-        best = self.sound[(max if self.mode(name) == "max" else min)(means, key=means.__getitem__)]
+        best = (max if self.mode(name) == "max" else min)(means, key=means.__getitem__)
         close = []
-        for group in (self.sound[at] for at in means):
-            mean, half = t_interval(list(self.differences(best, group, name).values()))
-            if group is not best and not abs(mean) > half:  # half is NaN for fewer than two seeds
-                close.append(group.name)
-        return best, close
+        for at in means.keys() - {best}:
+            differences = self.differences(self.sound[best], self.sound[at], name)
+            mean, half = t_interval(list(differences.values()))
+            if not abs(mean) > half:  # NaN for fewer than two seeds
+                close.append(at)
+        return best, [self.sound[at].name for at in sorted(close)]

@@ -48,10 +48,10 @@ def latex(compared: Comparison, columns: Sequence[str] = (), percent: bool = Fal
         best, close = compared.best(name) or (None, [""])
         factor = 100 if percent and is_share else 1
         head.append(_text(name + " (%)" * (factor > 1)))
-        for row, group, each in zip(cells, compared.groups, values, strict=True):
-            is_bold = not close and best is not None and group.name == best.name
-            some = f" ({len(each)} of {len(group.runs)})" if 0 < len(each) < len(group.runs) else ""
-            row.append(_cell([factor * value for value in each], is_bold) + some)
+        for at, (group, each) in enumerate(zip(compared.groups, values, strict=True)):
+            cell = _cell([factor * value for value in each], at == best and not close)
+            is_whole = len(each) in (0, len(group.runs))
+            cells[at].append(cell + ("" if is_whole else f" ({len(each)} of {len(group.runs)})"))
     seeds = span([len(group.runs) for group in compared.groups])
     lines = [
         f"% Needs \\usepackage{{booktabs}}. Mean and sample standard deviation, seeds: {seeds}.",

@@ -89,7 +89,7 @@ def _best(compared: Comparison) -> list[str]:
     name = f"final {compared.groups[0].runs[0].metric}"
     if (found := compared.best(name)) is None:
         return []
-    best, close = found
+    best, close = compared.sound[found[0]], found[1]
     text = f"{best.name} has the best {name}, {plus_minus(compared.values(best, name))}."
     text += f" The seeds do not separate it from {listed(close, 6)}." if close else ""
     text += " Runs with an alarm are left out." if compared.sound != compared.groups else ""
