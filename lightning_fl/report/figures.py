@@ -223,6 +223,8 @@ class Lines(Panel):
             axes.axvspan(*self.shade, color=COLORS[-1], alpha=0.15, linewidth=0)
         is_whole = all(x == int(x) for line in self.lines for x in line.x if math.isfinite(x))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=is_whole))
+        if not is_log and all(y == int(y) for y in drawn):
+            axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
     def values(self) -> dict[str, Any]:
         """Return label, color, positions, values and bands of the lines."""

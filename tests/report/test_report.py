@@ -202,13 +202,13 @@ def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alar
 
 
 def test_the_clients_that_lost_most_are_named_first(folder, undrawn):
-    lines = ["1,2222", "2,2221", "3,2011"]
+    lines = ["1,2222", "2,1222", "3,1102"]
     names = "client,train_samples,name\n3,1,east\n0,1,north\n"
     path = write_by_round(folder(participation__csv=names), *lines)
     (alarm,) = about_run(read_run(path)).alarms
     assert alarm.endswith(
-        "rounds: client 0 (north) in 3 of 3, client 1 in 2 of 2, client 2 in 2 of 3,"
-        " client 3 (east) in 1 of 3."
+        "rounds: client 2 in 2 of 2, client 3 (east) in 3 of 3, client 1 in 2 of 3,"
+        " client 0 (north) in 1 of 3."
     )
 
 
