@@ -62,8 +62,10 @@ def report(
         mode: Whether the best value of ``metric`` is its ``max`` or its ``min``. None means
             ``min`` for names with ``loss`` or ``err``, otherwise ``max``.
         latex: File for a table of the groups in LaTeX, in addition to the page.
-        columns: Columns of this table; see :func:`lightning_fl.report.paper.latex`.
-        percent: Whether shares are in percent in this table.
+        columns: Columns of this table: measures of the page's table of groups, or columns of
+            ``rounds.csv``, of which the last value counts. By default, the final value of the
+            metric and the metrics of the test.
+        percent: Whether values from 0 to 1 of which more is better are in percent in this table.
 
     Returns:
         Path of the report.
