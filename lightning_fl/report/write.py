@@ -18,7 +18,7 @@ from lightning_fl import __version__
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, write_atomically
 from lightning_fl.report.figures import COLORS, Panel, svg
-from lightning_fl.report.groups import with_names
+from lightning_fl.report.groups import Group, with_names
 from lightning_fl.report.measures import Comparison, direction
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
@@ -62,9 +62,8 @@ def report(
         mode: Whether the best value of ``metric`` is its ``max`` or its ``min``. None means
             ``min`` for names with ``loss`` or ``err``, otherwise ``max``.
         latex: File for a table of the groups in LaTeX, in addition to the page.
-        columns: Columns of this table: measures of the page's table of groups, or columns of
-            ``rounds.csv``, of which the last value counts. By default, the final value of the
-            metric and the metrics of the test.
+        columns: Columns of this table: measures of the page's table of groups, or last values of
+            columns of ``rounds.csv``. By default, the final metric and the metrics of the test.
         percent: Whether values from 0 to 1 of which more is better are in percent in this table.
 
     Returns:
@@ -85,24 +84,35 @@ def report(
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
     if metric is None and mode is not None:
         raise FederationError(f"mode={mode} is for a metric: set metric, too")
-    asked = partial(replace, metric=metric, mode=mode or direction(metric or ""))
-    groups = with_names({n: [asked(read_run(f)) for f in each] for n, each in named.items()})
-    known = dict.fromkeys(n for each in groups for run in each.runs for n in run.columns)
-    if metric not in (None, *known):
-        raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(known)}")
+    groups = _judged(named, metric, mode or direction(metric or ""))
     page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
     table = "" if latex is None else table_of(Comparison(groups), columns, percent)
-    pictures = {p.name: p.content for section in page.sections for p in section.pictures}
     with error_context(f"{path} could not be written, choose another output", OSError):
-        for name in NAMES:
-            place = path.with_suffix("") / f"{name}.png"
-            place.unlink(missing_ok=True)  # left by an earlier report
-            if name in pictures:
-                write_atomically(place, pictures[name])
-        write_atomically(path, html(page).encode(errors="replace"))
+        _write(page, path)
         if latex is not None:
             write_atomically(latex, table)
     return path
+
+
+def _judged(named: Mapping[str, Sequence[Path]], metric: str | None, mode: str) -> list[Group]:
+    """Read the runs, and return them in groups with the metric that was asked for."""
+    judged = partial(replace, metric=metric, mode=mode)
+    groups = with_names({n: [judged(read_run(f)) for f in each] for n, each in named.items()})
+    known = dict.fromkeys(n for each in groups for run in each.runs for n in run.columns)
+    if metric not in (None, *known):
+        raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(known)}")
+    return groups
+
+
+def _write(page: Report, path: Path) -> None:
+    """Write a page and its pictures, and remove those of an earlier page."""
+    pictures = {p.name: p.content for section in page.sections for p in section.pictures}
+    for name in NAMES:
+        place = path.with_suffix("") / f"{name}.png"
+        place.unlink(missing_ok=True)
+        if name in pictures:
+            write_atomically(place, pictures[name])
+    write_atomically(path, html(page).encode(errors="replace"))
 
 
 def _find_named(runs: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[str]]:
