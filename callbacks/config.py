@@ -32,7 +32,7 @@ class RunConfig(Callback):
         if not trainer.is_global_zero:
             return
         path = self.folder / "config.yaml"
-        if self.resumed and path.exists():
+        if self.resumed and path.exists() and not path.is_symlink():  # a link is replaced
             earlier = [path, *self.folder.glob("config_resumed_*.yaml")]
             if any(_options(each.read_bytes()) == _options(self.text) for each in earlier):
                 return

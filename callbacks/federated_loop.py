@@ -133,6 +133,9 @@ class FederatedLoop(Callback):
         self.plan_of_the_round: RoundPlan | None = None
         #: Cause of the drop by client id, in the last finished round.
         self.dropped_in_the_round: dict[int, str] = {}
+        #: Loss of the model that a client received, in its first local step, by client id, in the
+        #: last finished round.
+        self.losses_in_the_round: dict[int, float] = {}
         #: Clean-up functions, called in reverse order when a fit ends or fails.
         self.undo = ExitStack()
         self._resume = Resume(self.options, self.progress, self.store)
@@ -271,6 +274,7 @@ class FederatedLoop(Callback):
         metrics = round.end()
         self.plan_of_the_round, self._round, self._is_closing = round.plan, None, True
         self.dropped_in_the_round = round.results.dropped
+        self.losses_in_the_round = round.results.reported
         self._log.end_round(self.round, metrics)
 
     def _close_round(self) -> None:

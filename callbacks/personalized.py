@@ -176,6 +176,10 @@ class PersonalizedEvaluation(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(figures, round)  # the step of all metrics of the round
 
+    def rows_of(self, round: int) -> list[dict[str, float]]:
+        """Return one row per client if a round was evaluated, counted from 1; otherwise none."""
+        return self.rows if self._measured_at == round else []
+
     def _measure(self, trainer: Trainer, round: int) -> dict[str, float]:
         """Evaluate all clients, write the table, and return the metrics to log."""
         self._measured_at = round

@@ -16,10 +16,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_fl.aggregators import Aggregator, NeuronMatching
+from lightning_fl.callbacks.client_history import HISTORY, ClientHistory
 from lightning_fl.callbacks.client_table import Points, line_figure
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.callbacks.hyperparameters import network_name
-from lightning_fl.callbacks.participation import Participation
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.extras import imported
@@ -34,6 +34,8 @@ from lightning_fl.strategies import gathered
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: Table of clients.
+CLIENTS = "participation.csv"
 #: Format of environment.json and its version.
 FORMAT = "lightning_fl environment 1"
 #: Packages with versions listed in environment.json.
@@ -62,8 +64,8 @@ class RunReport(Callback):
 
     - ``partition.json``: the manifest of the partition;
     - ``partition.png``: the distribution of classes over clients;
-    - ``environment.json``: versions, machine, seed, number of parameters, rules, and the state of
-      the run, updated at its end.
+    - ``environment.json``: versions, machine, seed, number of parameters, rules, and how the fit
+      ended, which is written after all other files.
 
     At the end of a fit, also after an interruption:
 
@@ -74,8 +76,12 @@ class RunReport(Callback):
       rounds in which it was sampled, the number of its dropped updates, and ``train_acc``, the
       accuracy of the global model on its training samples. ``train_acc`` is omitted if there is a
       :class:`PersonalizedEvaluation`, which uses test samples, or if the module does not classify;
-    - ``participation_by_round.csv.gz``: one row per round with one character per client: not
-      sampled, arrived, or the cause of the drop.
+    - ``clients_by_round.csv.gz``: one row for each client of a round, with its ``outcome``
+      (``arrived``, or the cause of the drop), its ``loss``, and its ``score``. The loss is that of
+      the model which the client received, in its first local step. The score is the column
+      ``server`` of a :class:`PersonalizedEvaluation` that comes before this callback, in the rounds
+      in which it evaluates; clients that it evaluates without training have the outcome
+      ``not_sampled``.
 
     Args:
         client_samples: Maximum number of training samples per client for ``train_acc``; 0 omits the
@@ -89,29 +95,32 @@ class RunReport(Callback):
     def __init__(self, client_samples: int = 200) -> None:
         imported("matplotlib", "RunReport", "report")
         self.client_samples = check_integer("client_samples", client_samples, min=0)
-        #: Outcome of every client in every round; None if a resumed run lacks its first rounds.
-        self.participation: Participation | None = None
+        #: Outcomes of clients by round; None if a resumed run lacks its first rounds.
+        self.history: ClientHistory | None = None
         self._folder: Path | None = None
         #: Reason why ``train_acc`` is omitted.
         self._reason: str | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the partition and the environment."""
-        loop, data = _loop(trainer), trainer.datamodule  # type: ignore[attr-defined]
         self._reason = None
-        if loop.round == 0:
-            self.participation = Participation(len(data.num_samples))
+        if _loop(trainer).round == 0:
+            self.history = ClientHistory()
         # Called on all processes: Lightning broadcasts the log folder from the first one.
         self._folder = run_folder(trainer)
         if self._folder is not None:
-            rank_zero_only(write_partition)(self._folder, data)
+            self._begin(self._folder, trainer.datamodule)  # type: ignore[attr-defined]
             self._write_environment(trainer, "started")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the sampled clients and the dropped updates."""
-        loop = _loop(trainer)
-        if self.participation is not None and (plan := loop.plan_of_the_round) is not None:
-            self.participation.add(plan.cohort.tolist(), loop.dropped_in_the_round)
+        """Record the outcome, the loss and the score of each client."""
+        loop, evaluation = _loop(trainer), _evaluation(trainer)
+        if self.history is None or (plan := loop.plan_of_the_round) is None:
+            return
+        rows = evaluation.rows_of(loop.round) if evaluation is not None else []
+        scores = {int(row["client"]): row["server"] for row in rows}
+        dropped, losses = loop.dropped_in_the_round, loop.losses_in_the_round
+        self.history.add(loop.round, plan.cohort.tolist(), dropped, losses, scores)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the global model on the training samples of each client."""
@@ -125,15 +134,13 @@ class RunReport(Callback):
         self._write_clients(trainer, accuracies)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the figures of the run."""
-        if self._folder is None:  # No rounds were left: the run was killed at its very end.
+        """Write the figures of the run, and that it is finished."""
+        if self._folder is None:  # No rounds were left.
             self._folder = run_folder(trainer)
-            if self._folder is not None and not (self._folder / "participation.csv").exists():
-                self._write_clients(trainer, "the run was killed before its end")
-                self._write_environment(trainer, "finished")
-        else:
-            self._write_environment(trainer, "finished")
-        self._draw(trainer)
+            if self._folder is None or is_finished(self._folder):
+                return
+            self._write_clients(trainer, "the run was killed before its end")
+        self._end(trainer, "finished")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -141,17 +148,26 @@ class RunReport(Callback):
         """Write the files of the run so far."""
         if self._folder is not None:
             self._write_clients(trainer, "the run was interrupted")
-            self._write_environment(trainer, type(exception).__name__)
-            self._draw(trainer)
+            self._end(trainer, type(exception).__name__)
 
-    def _draw(self, trainer: Trainer) -> None:
-        loop, folder, self._folder = _loop(trainer), self._folder, None
-        if folder is None or not loop.rows:
-            return
-        _save(round_figure(loop.rows), folder / "rounds.png")
-        has_begun = loop.aggregator.server.numel() > 0
-        _save(loop.aggregator.plot() if has_begun else None, folder / "aggregator.png")
-        _save(loop.policy.plot(loop.rows), folder / "policy.png")
+    @staticmethod
+    @rank_zero_only
+    def _begin(folder: Path, data: Any) -> None:
+        """Write the partition, and remove the tables of clients of an earlier fit."""
+        write_partition(folder, data)
+        for name in (CLIENTS, HISTORY):
+            (folder / name).unlink(missing_ok=True)
+
+    def _end(self, trainer: Trainer, state: str) -> None:
+        """Draw the figures. The state comes last: it says that all other files are written."""
+        loop, folder = _loop(trainer), self._folder
+        if folder is not None and loop.rows:
+            _save(round_figure(loop.rows), folder / "rounds.png")
+            has_begun = loop.aggregator.server.numel() > 0
+            _save(loop.aggregator.plot() if has_begun else None, folder / "aggregator.png")
+            _save(loop.policy.plot(loop.rows), folder / "policy.png")
+        self._write_environment(trainer, state)
+        self._folder = None
 
     @rank_zero_only
     def _write_clients(self, trainer: Trainer, accuracies: list[float] | str) -> None:
@@ -163,18 +179,15 @@ class RunReport(Callback):
         names = data.client_names
         columns: dict[str, list[Any]] = {} if names is None else {"name": names}
         columns["train_samples"] = list(map(len, data.parts))  # of the whole stream
-        by_round = self._folder / "participation_by_round.csv.gz"
-        if self.participation is None:
-            by_round.unlink(missing_ok=True)  # of an earlier fit
-        else:
-            counts = self.participation.counts().tolist()
-            columns |= dict(zip(("rounds", "dropped"), counts, strict=True))
-            write_atomically(by_round, self.participation.csv_gz())
+        clients = range(len(data.num_samples))
+        if self.history is not None:
+            for name, counts in zip(("rounds", "dropped"), self.history.counts(), strict=True):
+                columns[name] = [counts[client] for client in clients]
+            write_atomically(self._folder / HISTORY, self.history.csv_gz())
         if not isinstance(accuracies, str):
             columns["train_acc"] = accuracies
-        rows = zip(range(len(data.num_samples)), *columns.values(), strict=True)
-        text = csv_text(["client", *columns], rows)
-        write_atomically(self._folder / "participation.csv", text)
+        rows = zip(clients, *columns.values(), strict=True)
+        write_atomically(self._folder / CLIENTS, csv_text(["client", *columns], rows))
 
     @rank_zero_only
     def _write_environment(self, trainer: Trainer, state: str) -> None:
@@ -220,15 +233,21 @@ class RunReport(Callback):
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the record of participation."""
-        return {} if self.participation is None else self.participation.state_dict()
+        """Return the history of clients."""
+        return {} if self.history is None else self.history.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the record of participation."""
-        self.participation = None
+        """Restore the history of clients."""
+        self.history = None
         if state_dict:
-            self.participation = Participation(0)
-            self.participation.load_state_dict(state_dict)
+            self.history = ClientHistory()
+            self.history.load_state_dict(state_dict)
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether a fit in a folder has written all of its files."""
+    path = folder / "environment.json"
+    return path.is_file() and json.loads(path.read_text()).get("state") == "finished"
 
 
 def versions() -> dict[str, str]:

@@ -86,7 +86,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"lightning_fl\.(\w+\.)*_\w+"),
     ("py:class", r"lightning_fl\.callbacks\.attacks\.ReplaceableData"),  # a protocol of one method
     # Parts of a sampler, of the report, of matching and of a step that are not public.
-    ("py:class", r"lightning_fl\.(samplers\.(clock|durations)|callbacks\.participation)\.\w+"),
+    ("py:class", r"lightning_fl\.(samplers\.(clock|durations)|callbacks\.client_history)\.\w+"),
     ("py:class", r"lightning_fl\.(aggregators\.matching|runners\.step_module)\.[\w.]+"),
 ]
 

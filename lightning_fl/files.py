@@ -8,6 +8,7 @@ import fcntl
 import glob
 import io
 import os
+import re
 import reprlib
 import socket
 import tempfile
@@ -127,14 +128,21 @@ def is_index(cell: str) -> bool:
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     r"""Return a table as CSV, with all digits.
 
+    A text that a spreadsheet would take for a formula has ``'`` before it.
+
     Example:
-        >>> csv_text(["rule", "mean"], [["A,B", 0.5]])
-        'rule,mean\n"A,B",0.5\n'
+        >>> csv_text(["rule", "mean"], [["A,B", 0.5], ["=1+1", -0.5]])
+        'rule,mean\n"A,B",0.5\n\'=1+1,-0.5\n'
     """
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([head, *rows])
+    writer.writerows([map(_as_text, row) for row in [head, *rows]])
     return text.getvalue()
+
+
+def _as_text(cell: object) -> object:
+    is_formula = isinstance(cell, str) and re.match(r"[=+@\t\r-](?![\d.]*$)", cell)
+    return f"'{cell}" if is_formula else cell
 
 
 def check_sums(path: str | os.PathLike[str]) -> None:
@@ -272,7 +280,15 @@ class FolderLock:
 
     def _open(self) -> TextIO:
         """Return the file of the lock, open and locked."""
-        file = self._path.open("a+", errors="replace")
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a link is no lock
+        try:
+            number = os.open(self._path, flags, 0o666)
+        except OSError as error:
+            raise FederationError(
+                f"{self._path} cannot be opened ({error.strerror}): remove it, or choose another"
+                " folder"
+            ) from error
+        file = os.fdopen(number, "a+", errors="replace")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

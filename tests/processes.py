@@ -285,7 +285,7 @@ def fit(
         "rows": run.loop.rows,
         "store": dict(run.loop.store.rows),
         "test": tested,
-        "participation": watch.participation.csv_gz(),
+        "participation": watch.history.csv_gz(),
         "accuracies": watch.accuracies,
     }
 

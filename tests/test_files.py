@@ -1,5 +1,6 @@
 """Files that a kill or another run cannot spoil."""
 
+import csv
 import os
 import resource
 import signal
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from lightning_fl import files
-from lightning_fl.files import FolderLock, write_atomically
+from lightning_fl.files import FolderLock, csv_text, write_atomically
 from lightning_fl.types import FederationError
 
 
@@ -65,6 +66,30 @@ def test_a_folder_has_one_run_and_the_message_names_it(tmp_path, other):
     assert names(tmp_path) == []
     FolderLock(tmp_path / "a").release()
     assert names(tmp_path) == []  # no empty folder
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_lock_that_is_a_link_or_a_folder_is_refused(tmp_path, is_link):
+    (tmp_path / "file").write_text("of the user")
+    if is_link:
+        (tmp_path / ".lock").symlink_to(tmp_path / "file")
+    else:
+        (tmp_path / ".lock").mkdir()
+    with pytest.raises(FederationError, match=r"\.lock cannot be opened \(.*\): remove it"):
+        FolderLock(tmp_path)
+    assert (tmp_path / "file").read_text() == "of the user"
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1+1", "-1+1", "@a", "\t=1", "-cmd|x", "=A1"])
+def test_a_text_that_a_spreadsheet_would_compute_is_written_as_text(text):
+    (_, row) = csv.reader(csv_text(["name", "mean"], [[text, -0.5]]).splitlines())
+    assert row == [f"'{text}", "-0.5"]
+
+
+@pytest.mark.parametrize("text", ["a=1", "-", "-0.5", "north-east", "", "1, 2"])
+def test_other_texts_are_written_as_they_are(text):
+    (_, row) = csv.reader(csv_text(["name", "mean"], [[text, 1]]).splitlines())
+    assert row == [text, "1"]
 
 
 def test_a_lock_is_gone_with_its_process_although_a_forked_one_lives_on(tmp_path, other):

@@ -6,6 +6,7 @@ import logging
 import warnings
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import capture_parser
@@ -45,8 +46,10 @@ def _run(asked: Namespace, options: Sequence[str]) -> None:
         start(FederatedCLI, [asked.command, *options]).run()
     elif asked.command == "report":
         runs = named_runs(asked.runs)
-        path = report(runs, asked.output, asked.title, asked.metric, asked.mode)
-        print(f"Written to {short_path(path)}")
+        table = (asked.latex, asked.columns, asked.percent)
+        path = report(runs, asked.output, asked.title, asked.metric, asked.mode, *table)
+        for each in filter(None, (path, asked.latex)):
+            print(f"Written to {short_path(Path(each))}")
     elif asked.command == "completion":
         print_completion(asked.shell)
     else:

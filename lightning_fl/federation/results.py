@@ -21,7 +21,8 @@ class Results:
         counters: Maximum of the integer buffers, ``[C]``.
         schedule: State of the schedulers after the client with the most local steps.
         dropped: Causes of dropped updates by client id.
-        losses: Loss of the model at the start of the round, reported by clients, by client id.
+        reported: Loss of the model at the start of the round, in the first local step of each
+            client that trained, by client id.
         rates: Mean learning rate over the local steps, by client id.
         num_samples: Total number of training samples of the clients with a used update.
         most_steps: Maximum number of local steps of a client.
@@ -31,11 +32,16 @@ class Results:
     counters: Tensor
     schedule: Any
     dropped: dict[int, str] = field(default_factory=dict)
-    losses: dict[int, float] = field(default_factory=dict)
+    reported: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     num_samples: int = 0
     most_steps: int = 0
     optimizer_steps: int = 0
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Reported losses of the clients with a used update."""
+        return {c: loss for c, loss in self.reported.items() if c not in self.dropped}
 
     @classmethod
     def merged(cls, every: Sequence[Results], device: torch.device) -> Results:
@@ -51,7 +57,7 @@ class Results:
             longest.schedule,
             # Sorted, because groups of clients finish in the order of their work.
             dict(sorted(item for each in every for item in each.dropped.items())),
-            {client: loss for each in every for client, loss in each.losses.items()},
+            {client: loss for each in every for client, loss in each.reported.items()},
             {client: rate for each in every for client, rate in each.rates.items()},
             sum(each.num_samples for each in every),
             longest.most_steps,

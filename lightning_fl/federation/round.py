@@ -298,18 +298,20 @@ class Round:
         update = ClientUpdate(clients, delta, num_samples, num_steps, lr, extras)
         update, dropped = self._received(update)
         self.results.dropped |= dropped
+        reports = zip(clients.tolist(), self._reported.tolist(), strict=True)
+        self.results.reported |= dict(reports)
         usable = torch.tensor([client not in dropped for client in clients.tolist()])
         if not usable.any():
             return
-        reports, memories = self._reported, self._part_memory
+        memories = self._part_memory
         kept = fit.runner.rows()
         if dropped:
-            update, reports, counters = update.select(usable), reports[usable], counters[usable]
+            update, counters = update.select(usable), counters[usable]
             memories = [{n: t[usable.to(t.device)] for n, t in m.items()} for m in memories]
             kept = [row for row, is_good in zip(kept, usable.tolist(), strict=True) if is_good]
         sent = fit.memory.keep(update, kept, memories, self.plan.round, self._trained_at)
         fit.aggregator.update(sent)
-        self._note(sent, reports, counters)
+        self._note(sent, counters)
 
     def _received(self, sent: ClientUpdate) -> tuple[ClientUpdate, dict[int, str]]:
         """Return the updates that the server receives, and the causes of those that it drops."""
@@ -338,12 +340,11 @@ class Round:
             extras |= part.end(self._client, memory)
         return extras
 
-    def _note(self, update: ClientUpdate, reports: Tensor, counters: Tensor) -> None:
+    def _note(self, update: ClientUpdate, counters: Tensor) -> None:
         """Record results of clients with a used update for the table and the policy."""
         results, clients = self.results, update.clients.tolist()
         if "contributions" in self.fit.policy.learns_from:
             self.updates.update(zip(clients, update.delta.clone(), strict=True))
-        results.losses.update(zip(clients, reports.tolist(), strict=True))
         results.counters = torch.maximum(results.counters, counters.amax(0))
         results.num_samples += int(update.num_samples.sum())
 

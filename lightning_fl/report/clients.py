@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -12,17 +11,18 @@ import numpy as np
 import torch
 
 from lightning_fl.callbacks.client_table import summary
-from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.partition import label_drift
-from lightning_fl.report.figures import COLORS, Bars, Grid, Line, Lines, Panel
-from lightning_fl.report.lead import client_label, dropped, sampled, split_rule
-from lightning_fl.report.page import Picture, Section, Table
+from lightning_fl.report.figures import COLORS, Grid, Line, Lines, Panel, needs_log
+from lightning_fl.report.lead import client_label
+from lightning_fl.report.page import Curve, Picture, Section, Table
 from lightning_fl.report.run import Outcomes, Row, Run
-from lightning_fl.report.scores import client_metric, client_scores, drops, finite, total
-from lightning_fl.report.words import counted, number, span
+from lightning_fl.report.scores import OUTCOMES, client_metric, client_scores, drops, finite
+from lightning_fl.report.words import counted, listed, number, span
 
 #: Values by client, by name of the column of the table of clients.
 Columns = dict[str, dict[int, float]]
+#: Rounds and values of each client, ``[n, 2]``.
+Curves = dict[int, np.ndarray[Any, Any]]
 #: Descriptions of the kinds of :class:`PersonalizedEvaluation`.
 MEANINGS = {
     "global": "the global model without local tensors of the client",
@@ -31,20 +31,12 @@ MEANINGS = {
     "kept": "the personal model of the method",
     "local": "a model trained by the client alone",
 }
-#: Maximum number of clients, and of rounds, that are drawn as one bar each.
-MOST_CLIENTS, MOST_BARS = 60, 120
 #: Maximum number of rows and columns of a picture of cells. More are drawn in groups.
 MOST_CELLS = (100, 200)
 #: Maximum number of classes of a picture, of points of a client each, and of rows of a table.
 MOST_CLASSES, MOST_POINTS, MOST_ROWS = 60, 1000, 400
-#: Maximum number of outcomes in the histories of clients, clients times rounds.
-MOST_OUTCOMES = 400_000
-#: Places of the colors of outcomes; that of other causes is 5.
-PLACES = dict(zip(("not sampled", "arrived", *CAUSES.values()), (6, 0, 1, 2, 3, 4), strict=True))
-
-
-def _color(outcome: str) -> int:
-    return PLACES.get(outcome, 5)
+#: Maximum number of points of a small curve.
+MOST_OF_CURVE = 40
 
 
 def partition(run: Run) -> Section | None:
@@ -52,19 +44,16 @@ def partition(run: Run) -> Section | None:
     if run.partition is None:
         return None
     counts, sizes = run.partition.class_counts, run.sizes
-    text = (
-        f"{split_rule(run.partition)}, seed {run.partition.seed}:"
-        f" {counted(len(sizes), 'client')} with {span(sizes)} samples"
-    )
+    text = f"Seed {run.partition.seed}; samples per client: {span(sizes)}"
     if any(counts):
         text += f"; classes per client: {span([len(row) for row in counts if row])}"
-    panels = [_per_client("samples", sizes)]
+    panels: list[Panel] = [_per_client("samples", sizes, run)]
     caption = "Number of samples of each client"
     classes = sorted({label for row in counts for label in row})
     if 0 < len(classes) <= MOST_CLASSES:
         table = np.array([[row.get(label, 0) for label in classes] for row in counts])
         drift = label_drift(torch.from_numpy(table)).tolist()
-        panels += [_per_client("drift of the classes", drift), _classes(table, classes, run)]
+        panels += [_per_client("drift of the classes", drift, run), _classes(table, classes, run)]
         caption += (
             "; distance of its class proportions from those of all clients (total variation);"
             " samples by client and class (opacity: square root of the share of the largest cell)"
@@ -72,14 +61,22 @@ def partition(run: Run) -> Section | None:
     return Section("Partition", [text + "."], [Picture("partition", caption + ".", panels)])
 
 
-def _per_client(label: str, values: Sequence[float]) -> Panel:
-    """Return a panel with one bar per client, or with the values in ascending order if many."""
-    if len(values) <= MOST_CLIENTS:
-        bars = {at: value for at, value in enumerate(values) if math.isfinite(value)}
-        return Bars(label, "client", {label: bars})
-    ranked = sorted(finite(values))
-    line = Line(label, range(1, len(ranked) + 1), ranked)
-    return Lines(label, [line.thinned(MOST_POINTS)], "clients in ascending order")
+def _per_client(label: str, values: Sequence[float], run: Run) -> Panel:
+    """Return a panel of the values of clients."""
+    line = _ascending(label, zip(values, range(len(values)), strict=True), run)
+    return Lines(label, [line], "clients in ascending order", joined=False)
+
+
+def _ascending(label: str, values: Iterable[tuple[float, int]], run: Run) -> Line:
+    """Return a line of the values of clients in ascending order."""
+    ranked = sorted(each for each in values if math.isfinite(each[0]))
+    return _dots(label, [(at, *each) for at, each in enumerate(ranked, 1)], run)
+
+
+def _dots(label: str, points: Sequence[tuple[float, float, int]], run: Run) -> Line:
+    """Return a line of points, each with its client."""
+    x, y, clients = zip(*points, strict=True) if points else ((), (), ())
+    return Line(label, x, y, (), [client_label(c, run) for c in clients]).thinned(MOST_POINTS)
 
 
 def _classes(table: np.ndarray[Any, Any], classes: Sequence[int], run: Run) -> Panel:
@@ -89,13 +86,12 @@ def _classes(table: np.ndarray[Any, Any], classes: Sequence[int], run: Run) -> P
     cells = np.add.reduceat(table, list(starts), axis=0).T
     colors = np.empty((*cells.shape, 4))
     colors[..., :3], colors[..., 3] = _rgb(0), np.sqrt(cells / max(1, cells.max()))
-    columns = [_client_label(at, width, len(table), run) for at in starts]
     return Grid(
         "class",
         "client",
         colors,
         [f"class {label}" for label in classes],
-        columns,
+        [_client_label(at, width, len(table), run) for at in starts],
         {"samples": cells},
         widths=(1, width),
         ticks=list(map(str, classes)),
@@ -113,59 +109,23 @@ def _rgb(color: int) -> list[float]:
 
 def participation(run: Run) -> Section:
     """Show which clients were sampled, and which updates were dropped."""
-    text = f"{sampled(run)} were sampled per round. {dropped(run)}"
     panels: list[Panel] = []
-    if by_cause := drops(run):
-        panels.append(_drops_by_round(by_cause))
-    caption = "Dropped updates per round; number of rounds of each client"
-    if run.outcomes is not None:
-        times = (run.outcomes.codes > 0).sum(0).tolist()
-        text += f" Rounds per client: {span(times)}."
-        if len(set(times)) > 1 or by_cause:
-            panels.append(_rounds_of_clients(run.outcomes, times))
+    captions, text, by_cause = [], "No update was dropped.", drops(run)
+    if by_cause:
+        causes = [f"{cause} {number(sum(n.values()))}" for cause, n in by_cause.items()]
+        text = f"Dropped updates by cause: {', '.join(causes)}."
+        lines = [Line(c, [*n], [*n.values()]).thinned(MOST_POINTS) for c, n in by_cause.items()]
+        panels.append(Lines("updates dropped", lines, order=OUTCOMES))
+        captions.append("dropped updates per round")
+    if run.outcomes is not None and run.outcomes.codes.size:
+        text += f" Rounds per client: {span((run.outcomes.codes > 0).sum(0).tolist())}."
         panels.append(_who_when(run.outcomes, run))
-        caption += "; what happened to each client in each round"
+        captions.append("what happened to each client in each round")
         if max(_widths(run.outcomes)) > 1:
-            caption += " (cells of several clients and rounds; opacity: share of sampled clients)"
-    pictures = [Picture("participation", f"{caption}.", panels)] if panels else []
-    tables = [_causes(by_cause, total(run, "clients"))] if by_cause else []
-    return Section("Participation and faults", [text], pictures, tables)
-
-
-def _bars(label: str, xlabel: str, kinds: Mapping[str, Mapping[int, float]], width: int) -> Bars:
-    """Return a panel of bars in the colors of outcomes."""
-    return Bars(label, xlabel, kinds, width, {kind: _color(kind) for kind in kinds})
-
-
-def _stretches(counts: Mapping[int, float], first: int, width: int) -> dict[int, float]:
-    """Return the sums of counts over stretches of positions, by the first position of each."""
-    sums: Counter[int] = Counter()
-    for at, count in counts.items():
-        sums[(at - first) // width * width + first] += int(count)
-    return dict(sums)
-
-
-def _drops_by_round(by_cause: Mapping[str, Mapping[int, float]]) -> Panel:
-    """Return a panel of dropped updates, in stretches of rounds if there are many rounds."""
-    rounds = [at for by_round in by_cause.values() for at in by_round]
-    width = -(-(max(rounds) - min(rounds) + 1) // MOST_BARS)
-    sums = {cause: _stretches(by_round, 1, width) for cause, by_round in by_cause.items()}
-    xlabel = "round" if width == 1 else f"{width} rounds from round"
-    return _bars("updates dropped", xlabel, sums, width)
-
-
-def _rounds_of_clients(outcomes: Outcomes, times: Sequence[int]) -> Panel:
-    """Return a panel with one bar per client, or with a histogram if there are many clients."""
-    if len(times) > MOST_CLIENTS:
-        width = -(-(max(times) - min(times) + 1) // MOST_BARS)
-        histogram = _stretches(Counter(sorted(times)), min(times), width)
-        label = "rounds in which a client was sampled"
-        return Bars("clients", label, {"clients": histogram}, width)
-    counts = {
-        name: dict(enumerate((outcomes.codes == code).sum(0).tolist()))
-        for code, name in outcomes.occurring()
-    }
-    return _bars("rounds of the client", "client", counts, 1)
+            captions.append("cells of several clients and rounds (opacity: share sampled)")
+    caption = "; ".join(captions).capitalize() + "."
+    pictures = [Picture("participation", caption, panels)] if panels else []
+    return Section("Participation and faults", [text], pictures)
 
 
 def _widths(outcomes: Outcomes) -> tuple[int, int]:
@@ -210,72 +170,75 @@ def _who_when(outcomes: Outcomes, run: Run) -> Panel:
         [(name, _color(name)) for name in shares],
         first=1,
         widths=(height, width),
+        order=OUTCOMES,
     )
 
 
-def _causes(by_cause: Mapping[str, Mapping[int, float]], asked: float) -> Table:
-    """Return the number of dropped updates by cause."""
-    counts = {cause: sum(by_round.values()) for cause, by_round in by_cause.items()}
-    rows = [[cause, number(n), f"{100 * n / asked:.1f} %"] for cause, n in counts.items()]
-    return Table(["cause", "updates", "of all updates"], rows)
+def _color(outcome: str) -> int:
+    """Return the place of the color of an outcome; that of other causes is the last."""
+    return OUTCOMES.index(outcome) if outcome in OUTCOMES else len(OUTCOMES) - 1
 
 
 def clients(run: Run) -> Section:
     """Show the accuracy of the last round's models for each client, and what happened to it."""
     samples, scores = client_scores(run)
-    text = ""
-    if not scores:
-        why = run.environment.get("no train_acc")
-        text = f"The accuracy of each client was not measured{f' ({why})' if why else ''}."
-    elif samples == "own training samples":
-        text = "Accuracy on training samples is optimistic."
-    if text:
-        text += (
-            " For local test samples, add --trainer.callbacks+=PersonalizedEvaluation and"
-            " --data.init_args.local_test_size=0.2."
+    curves = {} if run.outcomes is None else {n: run.outcomes.curves(n) for n in ("loss", "score")}
+    text = []
+    if samples == "own training samples":
+        why = run.environment.get("no train_acc") or "unknown reason"
+        measured = "is optimistic on training samples" if scores else f"was not measured ({why})"
+        text.append(
+            f"The accuracy {measured}. For local test samples, add"
+            " --trainer.callbacks+=PersonalizedEvaluation and --data.init_args.local_test_size=0.2."
         )
-    columns = _columns(run, scores)
-    ranked = _ranked(columns, next(iter(scores), ""))
-    half = MOST_ROWS // 2
-    shown, caption = ranked, "All clients, worst first."
-    if len(ranked) > MOST_ROWS:
-        shown = ranked[:half] + ranked[-half:]
+    if stuck := _stuck(curves.get("loss", {})):
+        text.append(
+            f"The loss of {counted(len(stuck), 'client')} did not fall (mean of the last quarter of"
+            f" their rounds against the first): "
+            f"{listed([client_label(client, run) for client in stuck], 10)}."
+            ' See "When a client does not learn" in the documentation.'
+        )
+    columns = _columns(run, scores, curves)
+    shown = _ranked(columns, next(iter(scores), ""))
+    half, caption = MOST_ROWS // 2, "All clients, worst first."
+    if len(shown) > MOST_ROWS:
         caption = (
-            f"The {half} worst and the {half} best of {number(len(ranked))} clients;"
+            f"The {half} worst and the {half} best of {number(len(shown))} clients;"
             " participation.csv and clients.csv have all."
         )
-    table = _table(run, columns, shown, f"{caption} Click on the name of a column to sort by it.")
+        shown = shown[:half] + shown[-half:]
     pictures = [_spread_picture(samples, scores, run)] if scores else []
-    tables = [*([_spread_table(scores)] if scores else []), *([table] if shown else [])]
-    return Section("Clients", [text] if text else [], pictures, tables, (), _history(run, shown))
+    tables = [_spread_table(scores)] if scores else []
+    tables += [_table(run, columns, curves, shown, caption)] if shown else []
+    return Section("Clients", text, pictures, tables)
+
+
+def _stuck(losses: Curves) -> list[int]:
+    """Return the clients whose loss did not fall, those with the largest increase first."""
+    rises = {}
+    for client, curve in losses.items():
+        few = -(-len(curve) // 4)
+        first, last = curve[:few, 1].mean(), curve[-few:, 1].mean()
+        rises[client] = math.inf if last == math.inf else last - first
+    stuck = [c for c, rise in rises.items() if rise >= 0 and len(losses[c]) > 1]
+    return sorted(stuck, key=lambda client: -rises[client])
 
 
 def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]], run: Run) -> Picture:
-    metric = client_metric(run)
-    most = max(map(len, scores.values()))
-    ranked = [
-        Line(kind, range(1, len(rows) + 1), sorted(row[kind] for row in rows)).thinned(MOST_POINTS)
-        for kind, rows in scores.items()
-    ]
-    shade = (0.5, max(1, most // 10) + 0.5)
-    ylabel, across = f"{metric} on {samples}", "clients, worst first (gray: worst tenth)"
-    panels: list[Panel] = [Lines(ylabel, ranked, across, shade=shade)]
-    caption = f"The {metric} of the last round's models on each client's {samples}, ascending"
-    points = [_points(kind, rows, run) for kind, rows in scores.items()]
-    if len({x for line in points for x in line.x}) > 1:
-        panels.append(Lines(ylabel, points, "training samples of the client", joined=False))
-        caption += ", and by number of training samples"
-        if most > MOST_POINTS:
-            caption += f" ({number(len(points[0].x))} of {number(most)} clients)"
-    meanings = "; ".join(f"{kind}: {MEANINGS[kind]}" for kind in scores)
-    return Picture("clients", f"{caption}. {meanings}.", panels)
-
-
-def _points(kind: str, rows: Sequence[Row], run: Run) -> Line:
-    """Return one point per client: its score over its number of training samples."""
-    some = rows[:: -(-len(rows) // MOST_POINTS)]
-    names = [client_label(int(row["client"]), run) for row in some]
-    return Line(kind, [r.get("train_samples", 0) for r in some], [r[kind] for r in some], (), names)
+    ranked, by_size = [], []
+    for kind, rows in scores.items():
+        clients = [(row.get("train_samples", 0), row[kind], int(row["client"])) for row in rows]
+        ranked.append(_ascending(kind, [each[1:] for each in clients], run))
+        by_size.append(_dots(kind, sorted(clients), run))
+    shade = (0.5, max(1, max(map(len, scores.values())) // 10) + 0.5)
+    ylabel, caption = f"{client_metric(run)} on {samples}", "worst first (gray: worst tenth)"
+    panels: list[Panel] = [Lines(ylabel, ranked, f"clients, {caption}", shade=shade)]
+    caption = f"The {client_metric(run)} of the last round's models on each client's {samples}"
+    if len({x for line in by_size for x in line.x}) > 1:
+        panels.append(Lines(ylabel, by_size, "training samples of the client", joined=False))
+        caption += ", ascending and by number of training samples"
+    caption += "".join(f"; {kind}: {MEANINGS[kind]}" for kind in scores)
+    return Picture("clients", f"{caption}.", panels)
 
 
 def _spread_table(scores: Mapping[str, Sequence[Row]]) -> Table:
@@ -288,7 +251,9 @@ def _spread_table(scores: Mapping[str, Sequence[Row]]) -> Table:
     return Table(head, rows)
 
 
-def _columns(run: Run, scores: Mapping[str, Sequence[Row]]) -> Columns:
+def _columns(
+    run: Run, scores: Mapping[str, Sequence[Row]], curves: Mapping[str, Curves]
+) -> Columns:
     """Return the columns of the table of clients."""
     train = {int(row["client"]): row["train_samples"] for row in run.participation}
     columns: Columns = {"training samples": train or dict(enumerate(run.sizes))}
@@ -297,50 +262,69 @@ def _columns(run: Run, scores: Mapping[str, Sequence[Row]]) -> Columns:
         counts = {"rounds": codes > 0, "dropped": codes > 1}
         counts |= {name: codes == code for code, name in run.outcomes.occurring() if code > 1}
         columns |= {name: dict(enumerate(c.sum(0).tolist())) for name, c in counts.items()}
+    for at, name in ((0, "first loss"), (-1, "last loss")):
+        columns[name] = {c: float(curve[at, 1]) for c, curve in curves.get("loss", {}).items()}
     for kind, rows in scores.items():
         columns[kind] = {int(row["client"]): row[kind] for row in rows}
     return {name: values for name, values in columns.items() if values}
 
 
 def _ranked(columns: Columns, kind: str) -> list[int]:
-    """Return the ids of the clients, from the lowest score and the most drops."""
-    scores, drops = columns.get(kind, {}), columns.get("dropped", {})
+    """Return the ids of the clients, from the lowest score, the most drops and the highest loss."""
+    scores, drops, losses = (columns.get(name, {}) for name in (kind, "dropped", "last loss"))
     every = {client for values in columns.values() for client in values}
-    return sorted(every, key=lambda c: (scores.get(c, math.inf), -drops.get(c, 0), c))
+    return sorted(
+        every, key=lambda c: (scores.get(c, math.inf), -drops.get(c, 0), -losses.get(c, 0), c)
+    )
 
 
-def _table(run: Run, columns: Columns, shown: Sequence[int], caption: str) -> Table:
+def _table(
+    run: Run, columns: Columns, curves: Mapping[str, Curves], shown: Sequence[int], caption: str
+) -> Table:
     """Return the table of clients."""
-    head = ["client", *(["name"] if run.names else []), *columns]
-    rows = [
+    dropped = {} if run.outcomes is None else run.outcomes.dropped()
+    drawn = {
+        name: _small(name, {c: each[c] for c in shown if c in each}, dropped)
+        for name, each in curves.items()
+        if max(map(len, each.values()), default=0) > 1
+    }
+    caption += " Click on the name of a column to sort by it."
+    if drawn:
+        caption += " Curves are over rounds, on one scale for all clients; marks: dropped updates."
+        caption += " Loss: of the model that the client received, in its first local step."
+    rows: list[list[Curve | str]] = [
         [
-            str(client),
-            *([run.names.get(client, "-")] if run.names else []),
+            client_label(client, run).removeprefix("client "),
+            *(cells.get(client, "-") for cells in drawn.values()),
             *(number(values.get(client)) for values in columns.values()),
         ]
         for client in shown
     ]
-    return Table(head, rows, caption, sortable=True)
+    return Table(["client", *drawn, *columns], rows, caption, sortable=True)
 
 
-def _history(run: Run, shown: Sequence[int]) -> dict[str, Any] | None:
-    """Return the outcomes of clients by round, of as many clients as fit into a page."""
-    if run.outcomes is None:
-        return None
-    names, codes = run.outcomes.names, run.outcomes.codes
-    rounds, every = codes.shape
-    some = shown[: max(1, MOST_OUTCOMES // rounds)]
-    return {
-        "outcomes": names,
-        "colors": list(map(_color, names)),
-        "clients": {client_label(client, run): _run_lengths(codes[:, client]) for client in some},
-        "note": f"{len(some)} of {number(every)} clients" if len(some) < every else "",
-    }
+def _small(name: str, curves: Curves, dropped: Mapping[int, Sequence[float]]) -> dict[int, Curve]:
+    """Return the small curves of clients."""
+    every = np.concatenate(list(curves.values()))
+    values = finite(every[:, 1].tolist()) or [0.0]
+    scale = math.log10 if needs_log(name, values) else float
+    low, high = scale(min(values)), scale(max(values))
+    last, cells = max(2.0, every[:, 0].max()), {}
 
+    def across(round: float) -> str:
+        return f"{100 * (round - 1) / (last - 1):.0f}"
 
-def _run_lengths(codes: np.ndarray[Any, Any]) -> str:
-    """Return the outcomes of a client as run lengths: ``2ab`` is a, a, b."""
-    starts = np.flatnonzero(np.diff(codes, prepend=255))
-    lengths = np.diff([*starts, len(codes)]).tolist()
-    runs = zip(lengths, codes[starts].tolist(), strict=True)
-    return "".join(f"{length if length > 1 else ''}{chr(97 + code)}" for length, code in runs)
+    for client, curve in curves.items():
+        line = Line(name, curve[:, 0].tolist(), curve[:, 1].tolist()).thinned(MOST_OF_CURVE)
+        path, pen = "", "M"
+        for x, y in zip(line.x, line.y, strict=True):
+            if math.isfinite(y):
+                path += f"{pen}{across(x)} {20 - 18 * (scale(y) - low) / (high - low or 1):.0f}h0"
+            pen = "L" if math.isfinite(y) else "M"
+        rounds = dropped.get(client, [])
+        marks = "".join(f"M{x} 22v-4" for x in dict.fromkeys(map(across, rounds)))
+        title = f"{number(line.y[0])} to {number(line.y[-1])}"
+        if rounds:
+            title += f", dropped in round {listed(list(map(number, rounds)), 10)}"
+        cells[client] = Curve(path, marks, title)
+    return cells

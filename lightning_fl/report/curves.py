@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from lightning_fl.federation.dropped import CAUSES
-from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, MOST_POINTS, Line, Lines
+from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, MOST_POINTS, Line, Lines, mean_line
 from lightning_fl.report.groups import Group, common_time
 from lightning_fl.report.page import Picture, Section
 from lightning_fl.report.scores import STEPS, TIME, TOTAL, UP
@@ -17,17 +17,16 @@ KNOWN = {"round", "clients", "dropped", "num_samples", "num_steps", "bytes_up", 
 KNOWN |= {"virtual_time", UP, TOTAL, TIME, *CAUSES}
 SENT = "MB so far"
 #: Texts of captions on bands and on points that are left out.
-BANDS = (
-    " Lines: means over the seeds of a group, in rounds that all its runs have."
-    " Bands: 95 % confidence intervals of the mean (Student's t), cut off at the edge of the panel."
-)
+MEANS = " Thick lines: means over the seeds of a group, in rounds that all its runs have."
+SEEDS = " Thin lines: single seeds."
+BANDS = " Bands: 95 % confidence intervals of the mean (Student's t)."
 THINNED = " Not every point is drawn, but the lowest and the highest of each stretch."
 
 
 def _line(group: Group, name: str, label: str, against: str | None = None) -> Line | None:
     """Return a column as a line over rounds or over another column; None without values."""
-    points = group.band(name) if against is None else group.band_over(name, against)
-    return Line(label, *zip(*points, strict=True)) if points else None
+    points = group.values(name) if against is None else group.values_over(name, against)
+    return mean_line(label, points) if points else None
 
 
 def _panels(groups: Sequence[Group], names: Sequence[str], label: str) -> dict[str, list[Line]]:
@@ -69,8 +68,8 @@ def picture(
         Lines(ylabel, [line.thinned(most) for line in lines], across.get(ylabel, "round"), order)
         for ylabel, lines in panels.items()
     ]
-    if any(len(group.runs) > 1 for group in groups):
-        caption += BANDS
+    has_seeds, has_bands = any(line.seeds for line in every), any(line.band for line in every)
+    caption += MEANS * (has_seeds or has_bands) + SEEDS * has_seeds + BANDS * has_bands
     if any(len(line.x) > most for line in every):
         caption += THINNED
     return Picture(name, caption, drawn)
@@ -108,15 +107,8 @@ def cost(groups: Sequence[Group]) -> Section | None:
         if drawn := [line for line in lines if line]:
             panels[panel], across[panel] = drawn, column
     caption = "Traffic between server and clients so far, and the metric of the model over it."
-    if times:
-        caption += " Virtual time is the simulated duration of the rounds."
-    text = ["Some runs have no virtual time, so the metric is not drawn over it."]
-    has_both = not times or is_timed
-    return Section(
-        "Traffic and time",
-        () if has_both else text,
-        [picture("cost", caption, panels, groups, across)],
-    )
+    caption += " Virtual time is the simulated duration of the rounds." if times else ""
+    return Section("Traffic and time", (), [picture("cost", caption, panels, groups, across)])
 
 
 def hyper_parameters(groups: Sequence[Group]) -> Section | None:

@@ -16,11 +16,12 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from markupsafe import escape
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+
+from lightning_fl.functional.intervals import t_interval
 
 #: Okabe and Ito (2008), safe for color-blind readers. The page has a second set for dark ground.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
@@ -28,6 +29,8 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f
 DASHES = ("-", "--", ":")
 #: Maximum number of lines per panel, of panels per figure, and of points per figure.
 MOST_LINES, MOST_PANELS, MOST_POINTS = 12, 12, 6000
+#: Number of seeds from which a line has a band.
+FEW_SEEDS = 5
 #: Colors of text, axes and grid lines. In the page, they follow its color scheme.
 INK, SOFT, GRID = "#1c2331", "#5b6473", "#e3e6eb"
 STYLE: dict[Any, Any] = {  # matplotlib's type lists every name
@@ -61,7 +64,7 @@ _NUMBER = re.compile(r"-?\d+\.\d+")
 
 @dataclass(frozen=True)
 class Line:
-    """Line of a panel, with a band if it is a mean.
+    """Line of a panel, with a band or with the lines of single seeds if it is a mean.
 
     Args:
         label: Label in the legend.
@@ -69,6 +72,7 @@ class Line:
         y: Values; NaN is drawn as a gap.
         band: Half the height of the band at each position; NaN draws none.
         names: Names of the points, if they are not joined.
+        seeds: Values of each seed.
     """
 
     label: str
@@ -76,11 +80,7 @@ class Line:
     y: Sequence[float]
     band: Sequence[float] = ()
     names: Sequence[str] = ()
-
-    @property
-    def has_band(self) -> bool:
-        """Whether a band has a height at some position."""
-        return any(half > 0 for half in self.band)
+    seeds: Sequence[Sequence[float]] = ()
 
     def thinned(self, most: int) -> Line:
         """Return the line with fewer points.
@@ -100,9 +100,48 @@ class Line:
         for stretch in np.array_split(np.arange(len(self.x)), max(1, most // 2 - 1)):
             finite = [int(i) for i in stretch if math.isfinite(self.y[i])] or [int(stretch[0])]
             kept |= {min(finite, key=self.y.__getitem__), max(finite, key=self.y.__getitem__)}
-        at = sorted(kept)
-        band = [self.band[i] for i in at] if self.band else ()
-        return Line(self.label, [self.x[i] for i in at], [self.y[i] for i in at], band)
+
+        def some(values: Sequence[Any]) -> list[Any]:
+            return [values[i] for i in sorted(kept)] if values else []
+
+        x, y, band, names = map(some, (self.x, self.y, self.band, self.names))
+        return Line(self.label, x, y, band, names, [some(seed) for seed in self.seeds])
+
+
+def mean_line(label: str, points: Sequence[tuple[float, Sequence[float]]]) -> Line:
+    """Return the line of means over seeds.
+
+    From five seeds, it has a band, the 95 % confidence interval of the mean. That of fewer seeds
+    would be wider than the figure, so the line has their lines.
+
+    Args:
+        label: Label in the legend.
+        points: Position on the horizontal axis, and the value of each seed.
+
+    Example:
+        >>> mean_line("a", [(1, [0.25, 0.75]), (2, [0.5, 1.0])]).seeds
+        [(0.25, 0.5), (0.75, 1.0)]
+    """
+    x, values = zip(*points, strict=True)
+    means, halves = zip(*map(t_interval, values), strict=True)
+    if 1 < len(values[0]) < FEW_SEEDS:
+        return Line(label, x, means, seeds=list(zip(*values, strict=True)))
+    return Line(label, x, means, halves if len(values[0]) > 1 else ())
+
+
+def needs_log(label: str, values: Sequence[float]) -> bool:
+    """Return whether values need a logarithmic axis.
+
+    They are a loss over more than three decades, or a spike would hide all other values.
+
+    Example:
+        >>> needs_log("loss", [0.002, 1.0, 2.5]), needs_log("accuracy", [0.0002, 0.9, 0.9])
+        (True, False)
+    """
+    if not values or min(values) <= 0:
+        return False
+    decades = 1000 * min(values) if "loss" in label else math.inf
+    return max(values) > min(50 * median(values), decades)
 
 
 class Panel(ABC):
@@ -162,41 +201,37 @@ class Lines(Panel):
         ]
 
     def draw(self, axes: Axes) -> None:
-        """Draw the lines and their bands."""
-        for at, line in self._drawn():
-            color, dash = COLORS[at % len(COLORS)], DASHES[at // len(COLORS) % len(DASHES)]
-            marker = "." if len(line.x) < 40 or not self.joined else ""
-            style = {"linestyle": dash if self.joined else "", "color": color, "marker": marker}
-            axes.plot(line.x, line.y, label=plain(line.label), **style)  # type: ignore[arg-type]
-        # The lines set the limits: an interval over two seeds can be much wider than all values.
+        """Draw the lines, and their bands or seeds."""
         drawn = [y for line in self.lines for y in line.y if math.isfinite(y)]
-        is_spiked = drawn and min(drawn) > 0 and max(drawn) > 50 * median(drawn)
-        if is_spiked:
-            axes.set_yscale("log")  # otherwise a spike would hide all other values
-        banded = [(at, line) for at, line in self._drawn() if line.has_band]
-        if banded:
-            low, high = axes.get_ylim()
-            room = 0 if is_spiked else 0.25 * (high - low)
-            # Counts and losses have no room for a band below 0.
-            low = max(low - room, min(low, 0)) if min(drawn, default=0) >= 0 else low - room
-            axes.set_ylim(low, high + room)
-            for at, line in banded:
+        if is_log := needs_log(self.ylabel, drawn):
+            axes.set_yscale("log")
+        for at, line in self._drawn():
+            style = _line_style(at)
+            color = style["color"]
+            for seed in line.seeds:
+                axes.plot(line.x, seed, color=color, linewidth=0.8, alpha=0.45)
+            if line.band:
                 y, half = np.array(line.y, float), np.array(line.band, float)
-                color = COLORS[at % len(COLORS)]
                 axes.fill_between(line.x, y - half, y + half, color=color, alpha=0.18, linewidth=0)
-        if drawn and all(0 <= y <= 1 for y in drawn) and not is_spiked:
+            marker = "." if len(line.x) < 40 or not self.joined else ""
+            style |= {} if self.joined else {"linestyle": ""}
+            axes.plot(line.x, line.y, marker=marker, **style)
+        if drawn and all(0 <= y <= 1 for y in drawn) and not is_log:
             low, high = axes.get_ylim()
             axes.set_ylim(max(low, -0.02), min(high, 1.02))
         if self.shade:
             axes.axvspan(*self.shade, color=COLORS[-1], alpha=0.15, linewidth=0)
         is_whole = all(x == int(x) for line in self.lines for x in line.x if math.isfinite(x))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=is_whole))
+        if not is_log and all(y == int(y) for y in drawn):
+            axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
     def values(self) -> dict[str, Any]:
         """Return label, color, positions, values and bands of the lines."""
         lines = [
             {"n": line.label, "c": at % len(COLORS), "x": _json(line.x), "y": _json(line.y)}
-            | ({"b": _json(line.band)} if line.has_band else {})
+            | ({"b": _json(line.band)} if line.band else {})
+            | ({"s": list(map(_json, line.seeds))} if line.seeds else {})
             | ({"names": list(line.names)} if line.names else {})
             for at, line in self._drawn()
         ]
@@ -206,57 +241,6 @@ class Lines(Panel):
         """Return the labels, if they differ from that of the axis."""
         drawn = [(line.label, at) for at, line in self._drawn()]
         return [] if len(drawn) == 1 and drawn[0][0] == self.ylabel else drawn
-
-
-@dataclass(frozen=True)
-class Bars(Panel):
-    """Panel of stacked bars.
-
-    Args:
-        ylabel: Label of the vertical axis.
-        xlabel: Label of the horizontal axis.
-        kinds: Counts by kind and position, from the bottom to the top.
-        width: Number of positions that a bar covers, to the right of its position.
-        places: Places of the colors of kinds; that of others is 0.
-    """
-
-    ylabel: str
-    xlabel: str
-    kinds: Mapping[str, Mapping[int, float]]
-    width: int = 1
-    places: Mapping[str, int] = field(default_factory=dict)
-
-    def _colored(self) -> list[tuple[int, str, Mapping[int, float]]]:
-        """Return kinds and their counts with the places of their colors."""
-        return [(self.places.get(kind, 0), kind, counts) for kind, counts in self.kinds.items()]
-
-    def draw(self, axes: Axes) -> None:
-        """Draw the bars."""
-        below: dict[int, float] = {}
-        for at, kind, counts in self._colored():
-            bottom = [below.get(x, 0) for x in counts]
-            middles = [x + (self.width - 1) / 2 for x in counts]
-            heights, width = list(counts.values()), 0.9 * self.width
-            axes.bar(middles, heights, width, bottom, color=COLORS[at], label=plain(kind))
-            below |= {x: below.get(x, 0) + n for x, n in counts.items()}
-        axes.grid(axis="x", visible=False)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        if all(n == int(n) for n in below.values()):
-            axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-
-    def values(self) -> dict[str, Any]:
-        """Return the counts of all kinds at the positions that have one."""
-        x = sorted({x for counts in self.kinds.values() for x in counts})
-        lines = [
-            {"n": kind, "c": at, "x": x, "y": _json([counts.get(i, 0) for i in x])}
-            for at, kind, counts in self._colored()
-        ]
-        return {"lines": lines, "bars": self.width}
-
-    def legend(self) -> list[tuple[str, int]]:
-        """Return the kinds, if there are several or the axis does not name them."""
-        kinds = [(kind, at) for at, kind, _ in self._colored()]
-        return kinds if len(kinds) > 1 else []
 
 
 @dataclass(frozen=True)
@@ -275,6 +259,7 @@ class Grid(Panel):
         first: Number of the first column.
         widths: Number of positions that a cell covers, vertically and horizontally.
         ticks: Labels of the rows on the axis; empty labels them by number.
+        order: See :class:`Lines`.
     """
 
     ylabel: str
@@ -288,6 +273,7 @@ class Grid(Panel):
     first: int = 0
     widths: tuple[float, float] = (1, 1)
     ticks: Sequence[str] = ()
+    order: Sequence[str] = ()
     is_raster = True
 
     def draw(self, axes: Axes) -> None:
@@ -360,25 +346,30 @@ def png(panels: Sequence[Panel]) -> bytes:
         every = list(figure.subplots(rows, columns, squeeze=False).flat)
         for unused in every[len(panels) :]:
             unused.remove()
-        common: dict[str, Artist] = {}
+        common: dict[tuple[str, int], None] = {}
         for axes, panel in zip(every, panels, strict=False):
             panel.draw_on(axes)
-            handles = axes.get_legend_handles_labels()[0] or [
-                Patch(color=COLORS[at % len(COLORS)], label=plain(label))
-                for label, at in panel.legend()
-            ]
             if panel.order:
-                common = {str(handle.get_label()): handle for handle in handles} | common
-            elif panel.legend():
-                # Above bars and cells, because they may fill the panel.
-                above = {} if isinstance(panel, Lines) else {"bbox_to_anchor": (0, 1), "ncols": 3}
-                axes.legend(handles=handles, loc="lower left" if above else "best", **above)
+                common |= dict.fromkeys(panel.legend())
+            elif panel.legend():  # above the axes, which bars and cells may fill
+                above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3}
+                axes.legend(handles=_handles(panel.legend()), **above)
         if common:
-            columns = max(1, min(len(common), 100 // (1 + max(map(len, common)))))
-            handles = list(common.values())
-            figure.legend(handles=handles, loc="outside upper left", ncols=columns)
+            ncols = max(1, 100 // (1 + max(len(label) for label, _ in common)))
+            figure.legend(handles=_handles([*common]), loc="outside upper left", ncols=ncols)
         figure.savefig(file, dpi=110, metadata={"Software": None})
     return file.getvalue()
+
+
+def _handles(legend: Sequence[tuple[str, int]]) -> list[Line2D]:
+    """Return the entries of a legend."""
+    return [Line2D([], [], label=plain(label), **_line_style(at)) for label, at in legend]
+
+
+def _line_style(at: int) -> dict[str, Any]:
+    """Return the color and the dashes of a place."""
+    dash = DASHES[at // len(COLORS) % len(DASHES)]
+    return {"color": COLORS[at % len(COLORS)], "linestyle": dash}
 
 
 def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from lightning_fl.functional.intervals import t_interval
 from lightning_fl.report.run import PLACES, Run
 from lightning_fl.report.words import listed
 
@@ -38,14 +37,14 @@ class Group:
     name: str
     runs: list[Run]
 
-    def band(self, name: str) -> list[tuple[float, float, float]]:
-        """Return round, mean and half its 95 % interval of a column, for rounds of all runs."""
+    def values(self, name: str) -> list[tuple[float, list[float]]]:
+        """Return rounds of all runs, and the value of a column in each run."""
         columns = [dict(run.column(name)) for run in self.runs]
         rounds = [r for r in columns[0] if all(r in column for column in columns)]
-        return [(r, *t_interval([column[r] for column in columns])) for r in rounds]
+        return [(r, [column[r] for column in columns]) for r in rounds]
 
-    def band_over(self, name: str, across: str) -> list[tuple[float, float, float]]:
-        """Return the value of one column, and mean and half its 95 % interval of another at it.
+    def values_over(self, name: str, across: str) -> list[tuple[float, list[float]]]:
+        """Return the value of one column, and that of another at it in each run.
 
         Runs reach the same traffic or virtual time in different rounds. The points are those of the
         first run, as far as all runs have them; of the others, the last point before counts.
@@ -59,7 +58,7 @@ class Group:
             return []
         first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
         return [
-            (x, *t_interval([value_at(curve, x) for curve in curves]))
+            (x, [value_at(curve, x) for curve in curves])
             for x, _ in curves[0]
             if first <= x <= last
         ]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
-
-from lightning_fl import callbacks as known_callbacks
 from lightning_fl.partition import Manifest
 from lightning_fl.report.run import Run
 from lightning_fl.report.scores import (
@@ -34,16 +29,13 @@ def alarms(run: Run) -> Iterator[str]:
     if kept := [number(at) for at, _ in run.column("kept")]:
         rounds = f"{counted(len(kept), 'round')}: {listed(kept, 10)}"
         yield f"{run.name} kept the global model in {rounds}."
-    if run.outcomes is not None:
-        sampled, lost = ((run.outcomes.codes > code).sum(0) for code in (0, 1))
-        often = [
-            f"{client_label(client, run)} in {lost[client]} of {sampled[client]}"
-            for client in np.flatnonzero(lost > MOST_LOST * sampled).tolist()
-        ]
-        if often:
-            yield f"{run.name} dropped clients in more than {MOST_LOST:.0%} of their rounds: " + (
-                listed(often, 10) + "."
-            )
+    lost = [] if run.outcomes is None else run.outcomes.lost()
+    if often := [each for each in lost if each[1] > MOST_LOST * each[2]]:
+        named = [f"{client_label(c, run)} in {n} of {sampled}" for c, n, sampled in often]
+        yield (
+            f"{run.name} dropped clients in more than {MOST_LOST:.0%} of their rounds:"
+            f" {listed(named, 10)}."
+        )
 
 
 def warnings(run: Run) -> Iterator[str]:
@@ -83,33 +75,13 @@ def setting(run: Run) -> Iterator[str]:
     for part in ("aggregator", "policy"):
         if rule := environment.get(part):
             yield rule.partition("(")[0]
-    yield from _callbacks(config)
+    yield from (config[key] for key in config if re.fullmatch(r"trainer\.callbacks\.\d+", key))
 
 
 def sampled(run: Run) -> str:
     """Return the number of clients sampled per round, and of all clients."""
     counts = finite(value for _, value in run.column("clients"))
     return f"{span(counts or [0])} of {number(len(run.sizes)) if run.sizes else 'the'} clients"
-
-
-def _callbacks(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the callbacks of a config with their non-default options."""
-    for key in (key for key in config if re.fullmatch(r"trainer\.callbacks\.\d+", key)):
-        known = getattr(known_callbacks, config[key], None)
-        defaults = inspect.signature(known).parameters if known else {}
-        changed = [
-            f"{option}={value}"
-            for name, value in config.items()
-            if (option := name.removeprefix(f"{key}.")) != name
-            and value != (defaults[option].default if option in defaults else None)
-        ]
-        yield config[key] + (f"({', '.join(changed)})" if changed else "")
-
-
-def dropped(run: Run) -> str:
-    """Return a sentence on the number of dropped updates."""
-    asked = counted(total(run, "clients"), "client update")
-    return f"{number(total(run, 'dropped'))} of {asked} were dropped."
 
 
 def client_label(client: int, run: Run) -> str:

@@ -1,5 +1,5 @@
 "use strict";
-// Values under the pointer, sortable tables, the history of a client, and copying. Names and values
+// Values under the pointer, sortable tables, and copying. Names and values
 // come from files of runs: they are only ever set as text, never as markup.
 
 const element = (tag, name, text) => {
@@ -55,22 +55,21 @@ const rowsAt = (chart, x, y) => {
   }
   const [low, high] = chart.xlim;
   if (chart.lines.some((line) => line.names)) return pointAt(chart, x, y);
-  const wanted = low + x * (high - low) - (chart.bars ? (chart.bars - 1) / 2 : 0);
+  const wanted = low + x * (high - low);
   const xs = chart.lines.map((line) => line.x);
   const places = xs.map((each) => nearest(each, wanted));
   const distance = (i) => Math.abs(xs[i][places[i]] - wanted);
   const first = chart.lines.reduce((best, _, i) => (distance(i) < distance(best) ? i : best), 0);
   const found = xs[first][places[first]];
-  // A bar covers some rounds to the right of its position.
-  const shift = chart.bars ? (chart.bars - 1) / 2 : 0;
   const rows = chart.lines.flatMap((line, i) => {
     const place = places[i];
     // A line that has no point here is left out, not shown with the value of another round.
     if (chart.xlabel === "round" && xs[i][place] !== found) return [];
-    const band = line.b && line.b[place] ? ` ± ${shown(line.b[place])}` : "";
+    let band = line.b && line.b[place] ? ` ± ${shown(line.b[place])}` : "";
+    if (line.s) band = ` (${line.s.map((seed) => shown(seed[place])).join(", ")})`;
     return [{ label: line.n, color: line.c, text: shown(line.y[place]) + band, y: line.y[place] }];
   });
-  return { title: `${chart.xlabel} ${shown(found)}`, at: (found + shift - low) / (high - low), rows };
+  return { title: `${chart.xlabel} ${shown(found)}`, at: (found - low) / (high - low), rows };
 };
 
 const watch = (box) => {
@@ -99,7 +98,7 @@ const watch = (box) => {
       line.append(element("span", "", `${row.label} `), element("strong", "", row.text));
       tip.append(line);
       const height = row.y === undefined || row.y === null ? NaN : (scale(row.y) - low) / (high - low);
-      if (!chart.bars && height >= 0 && height <= 1) {
+      if (height >= 0 && height <= 1) {
         const dot = element("i", `dot mark c${row.color}`);
         dot.style.left = `${at * 100}%`;
         dot.style.top = `${(bottom - height * (bottom - top)) * 100}%`;
@@ -148,41 +147,6 @@ const sortable = (table) => {
   });
 };
 
-// --- history of a client ---
-
-// "12a3b" is twelve rounds with outcome 0 and three with outcome 1; letters go on beyond z.
-const runsOf = (text) => [...text.matchAll(/(\d*)(\D)/g)].map((m) => [Number(m[1] || 1), m[2].charCodeAt(0) - 97]);
-
-const history = (box) => {
-  const { outcomes, colors, clients, note } = JSON.parse(box.dataset.history);
-  const select = box.querySelector("select"), strip = box.querySelector(".strip"), text = box.querySelector("p");
-  for (const client of Object.keys(clients)) select.append(new Option(client));
-  const show = () => {
-    const runs = runsOf(clients[select.value]);
-    const count = runs.reduce((sum, [length]) => sum + length, 0);
-    const dropped = [];
-    let round = 1, sampled = 0;
-    strip.replaceChildren();
-    for (const [length, outcome] of runs) {
-      const name = outcomes[outcome];
-      const cell = element("i", outcome ? `f${colors[outcome]}` : "");
-      cell.style.flexGrow = length;
-      cell.title = `round${length > 1 ? `s ${round} to ${round + length - 1}` : ` ${round}`}: ${name}`;
-      strip.append(cell);
-      if (outcome > 0) sampled += length;
-      for (let i = 0; i < length && outcome > 1; i++) dropped.push(`${round + i} (${name})`);
-      round += length;
-    }
-    const more = dropped.length > 60 ? `, and ${dropped.length - 60} more` : "";
-    text.textContent = `Sampled in ${sampled} of ${count} rounds. ` +
-      (dropped.length ? `Dropped in ${dropped.length}: round ${dropped.slice(0, 60).join(", ")}${more}.` : "No update was dropped.");
-  };
-  box.querySelector("small").textContent = note;
-  select.addEventListener("change", show);
-  box.hidden = false;
-  show();
-};
-
 // --- copying ---
 
 const copyable = (box) => {
@@ -201,5 +165,4 @@ const copyable = (box) => {
 
 document.querySelectorAll("[data-chart]").forEach(watch);
 document.querySelectorAll("table.sortable").forEach(sortable);
-document.querySelectorAll("[data-history]").forEach(history);
 document.querySelectorAll(".copyable").forEach(copyable);

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from lightning_fl.report.figures import Panel, png
 
@@ -40,6 +39,21 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """Small curve in a cell of a table.
+
+    Args:
+        path: Path of SVG in a box of 100 x 22.
+        marks: Path of marks at its lower edge.
+        title: Its values as text.
+    """
+
+    path: str
+    marks: str
+    title: str
+
+
+@dataclass(frozen=True)
 class Table:
     """Table of a section.
 
@@ -52,7 +66,7 @@ class Table:
     """
 
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[str | Curve]]
     caption: str = ""
     folded: bool = False
     sortable: bool = False
@@ -83,7 +97,6 @@ class Section:
         pictures: Pictures below the text.
         tables: Tables below the pictures.
         verbatim: Texts below the tables.
-        history: Outcomes of clients by round, from which the page shows that of one client.
     """
 
     title: str
@@ -91,7 +104,6 @@ class Section:
     pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
     verbatim: Sequence[Verbatim] = ()
-    history: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

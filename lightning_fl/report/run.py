@@ -9,14 +9,16 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from lightning_fl.callbacks.client_history import ARRIVED, COLUMNS, HISTORY, NOT_SAMPLED
 from lightning_fl.errors import FederationError
-from lightning_fl.federation.dropped import describe_cause
+from lightning_fl.federation.dropped import CAUSES, describe_cause
 from lightning_fl.files import error_context, read_text
 from lightning_fl.partition import Manifest
 
@@ -64,16 +66,55 @@ Row = dict[str, float]
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcome of every client in every round, from the first one.
+    """What happened to the clients in each round, a row for each client of a round.
 
     Args:
         names: Names of the outcomes. The first is that of clients that were not sampled, the second
             that of arrived updates, the others are causes of drops.
-        codes: Place of the outcome in the names, ``[rounds, clients]``.
+        rows: Round, client, place of the outcome in the names, loss and score, ``[n, 5]``. A value
+            that is not finite is infinite, one that is unknown is NaN.
+        num_clients: Number of clients; rows may have others.
     """
 
     names: list[str]
-    codes: np.ndarray[Any, np.dtype[np.uint8]]
+    rows: np.ndarray[Any, np.dtype[np.float64]]
+    num_clients: int = 0
+
+    @cached_property
+    def codes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Places of the outcomes in the names, ``[rounds, clients]``."""
+        rounds, clients, outcomes = self.rows[:, :3].astype(np.int64).T
+        num_clients = clients.max(initial=self.num_clients - 1) + 1
+        codes = np.zeros((rounds.max(initial=0), num_clients), np.uint8)
+        codes[rounds - 1, clients] = outcomes
+        return codes
+
+    def curves(self, column: str) -> dict[int, np.ndarray[Any, np.dtype[np.float64]]]:
+        """Return rounds and known values of the loss or the score of each client, ``[n, 2]``."""
+        at = COLUMNS.index(column)
+        by_client = self._by_client(~np.isnan(self.rows[:, at]))
+        return {client: rows[:, [0, at]] for client, rows in by_client.items()}
+
+    def dropped(self) -> dict[int, list[float]]:
+        """Return the rounds in which the update of each client was dropped."""
+        by_client = self._by_client(self.rows[:, 2] > 1)
+        return {client: rows[:, 0].tolist() for client, rows in by_client.items()}
+
+    def _by_client(self, mask: np.ndarray[Any, Any]) -> dict[int, np.ndarray[Any, Any]]:
+        some = self.rows[mask]
+        some = some[np.argsort(some[:, 1], kind="stable")]
+        clients, starts = np.unique(some[:, 1], return_index=True)
+        parts = np.split(some, starts[1:])
+        return dict(zip(clients.astype(int).tolist(), parts, strict=False))
+
+    def lost(self) -> list[tuple[int, int, int]]:
+        """Return id, number of dropped updates and of rounds of the clients that lost one.
+
+        Those that lost the largest share come first.
+        """
+        rounds = (self.codes > 0).sum(0).tolist()
+        some = [(client, len(lost), rounds[client]) for client, lost in self.dropped().items()]
+        return sorted(some, key=lambda each: -each[1] / each[2])
 
     def occurring(self) -> list[tuple[int, str]]:
         """Return places and names of the outcomes of sampled clients that occur."""
@@ -197,39 +238,44 @@ def read_run(folder: str | Path) -> Run:
         FederationError: If a file cannot be read, or there are no rounds.
     """
     folder = Path(folder)
-    stale: set[str] = set()
 
     def read(name: str, reader: Callable[[Path], Any], default: Any) -> Any:
         path = folder / name
-        if name in stale or not path.is_file():
+        if not path.is_file():
             return default
         with error_context(f"{path} cannot be read", Exception):
-            return reader(path)
+            return reader(_own(path))
 
     rows = read(TABLE, _table, [])
     if not rows:
         raise FederationError(f"{folder / TABLE} has no rounds: wait for the first one")
     environment = read("environment.json", _json, {})
-    # Files that an earlier fit has left in the folder.
-    stale |= {"clients.csv"} if environment.get("client_metric", "") is None else set()
-    if environment.get("state") == "started":
-        stale |= {"participation.csv", "participation_by_round.csv.gz"}
     config = read("config.yaml", config_values, {})
+    partition = read("partition.json", Manifest.read, None)
+    num_clients = 0 if partition is None else len(partition.clients)
     return Run(
         name=_name(folder),
         rows=rows,
         config=config,
         config_text=read("config.yaml", read_text, ""),
         environment=environment,
-        partition=read("partition.json", Manifest.read, None),
-        clients=read("clients.csv", _table, []),
+        partition=partition,
+        # Without a metric of clients, an earlier fit has left the table in the folder.
+        clients=read("clients.csv", _table, []) if environment.get("client_metric", 1) else [],
         participation=read("participation.csv", _table, []),
-        outcomes=read("participation_by_round.csv.gz", _outcomes, None),
+        outcomes=read(HISTORY, partial(_outcomes, num_clients=num_clients), None),
         names=read("participation.csv", _names, {}),
         test=read("test.json", _test, {}),
         resumed=list(_resumed(config, sorted(folder.glob("config_resumed_*.yaml")))),
-        pictures={n: content for n in PICTURES if (content := read(f"{n}.png", _bytes, b""))},
+        pictures={n: file for n in PICTURES if (file := read(f"{n}.png", Path.read_bytes, b""))},
     )
+
+
+def _own(path: Path) -> Path:
+    """Return a file of a run. A link could lead to any file of the reader."""
+    if path.is_symlink():
+        raise FederationError("it is a symbolic link. Replace it by the file")
+    return path
 
 
 def _cells(path: Path) -> list[dict[str, str]]:
@@ -252,18 +298,23 @@ def _names(path: Path) -> dict[int, str]:
     return {int(row["client"]): row["name"] for row in _cells(path) if row.get("name")}
 
 
-def _outcomes(path: Path) -> Outcomes:
-    head, *lines = gzip.decompress(path.read_bytes()).splitlines()
-    legend = [entry.partition("=") for entry in head.decode().removeprefix("round,").split()]
-    places = np.zeros(256, np.uint8)
-    places[[ord(code) for code, _, _ in legend]] = np.arange(len(legend))
-    texts = [line.partition(b",")[2] for line in lines]
-    codes = places[np.frombuffer(b"".join(texts), np.uint8)].reshape(len(texts), -1)
-    return Outcomes([describe_cause(name) for _, _, name in legend], codes)
+def _outcomes(path: Path, num_clients: int) -> Outcomes:
+    places = {name: at for at, name in enumerate([NOT_SAMPLED, ARRIVED, *CAUSES])}
 
+    def measured(cell: str) -> float:
+        value = float(cell or 0)
+        return math.nan if not cell else value if math.isfinite(value) else math.inf
 
-def _bytes(path: Path) -> bytes:
-    return path.read_bytes()
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        head, *lines = file.read().splitlines()
+    if head.split(",") != [*COLUMNS]:
+        raise FederationError(f"its columns are not {', '.join(COLUMNS)}")
+    read: dict[int | str, Any] = {3: measured, 4: measured}
+    read[2] = lambda cell: places.setdefault(cell, len(places))
+    rows = np.empty((0, len(COLUMNS)))
+    if lines:
+        rows = np.loadtxt(lines, delimiter=",", converters=read, encoding="utf-8", ndmin=2)
+    return Outcomes(list(map(describe_cause, places)), rows, num_clients)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -288,7 +339,7 @@ def _resumed(config: Mapping[str, Any], later: Sequence[Path]) -> Iterator[str]:
 
 def config_values(path: Path) -> dict[str, Any]:
     """Return the values of a config file by dotted name, from :func:`values_of`."""
-    return values_of(yaml.safe_load(read_text(path)))
+    return values_of(yaml.safe_load(read_text(_own(path))))
 
 
 def values_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from lightning_fl.report.run import Row, Run
 #: Columns that :func:`with_derived` adds.
 UP, TOTAL, TIME = "MB up", "MB up and down", "virtual time (s)"
 STEPS = "local steps per client"
+#: Outcomes of updates in words, in the order of their colors.
+OTHER = "other causes"
+OUTCOMES = ("arrived", *CAUSES.values(), OTHER)
 
 
 def with_derived(run: Run, metric: str | None, mode: str) -> Run:
@@ -41,18 +44,14 @@ def total(run: Run, name: str) -> float:
     return sum(finite(value for _, value in run.column(name)))
 
 
-def drops(run: Run) -> dict[str, dict[int, float]]:
+def drops(run: Run) -> dict[str, dict[float, float]]:
     """Return the numbers of dropped updates by cause in words and by round."""
     by_cause = {words: dict(run.column(cause)) for cause, words in CAUSES.items()}
-    by_cause["other causes"] = {
+    by_cause[OTHER] = {
         at: count - sum(counts.get(at, 0) for counts in by_cause.values())
         for at, count in run.column("dropped")
     }
-    return {
-        cause: positive
-        for cause, counts in by_cause.items()
-        if (positive := {int(at): count for at, count in counts.items() if count > 0})
-    }
+    return {cause: counts for cause, counts in by_cause.items() if sum(counts.values()) > 0}
 
 
 def headline(runs: Sequence[Run]) -> tuple[str | None, str]:

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_fl.callbacks.client_history import HISTORY
 from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.callbacks.report import RunReport, run_folder
@@ -18,10 +19,7 @@ from lightning_fl.report.write import report
 
 #: Files that are written at the start of a fit, and those that exist after its first round.
 STARTED = ("partition.json", "environment.json")
-FINISHED = (
-    *("rounds.png", "aggregator.png", "policy.png"),
-    *("participation.csv", "participation_by_round.csv.gz", TABLE),
-)
+FINISHED = ("rounds.png", "aggregator.png", "policy.png", "participation.csv", HISTORY, TABLE)
 
 
 class LogFiles(Callback):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,10 +18,12 @@ from lightning_fl import __version__
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, write_atomically
 from lightning_fl.report.figures import COLORS, Panel, svg
-from lightning_fl.report.groups import with_names
+from lightning_fl.report.groups import Group, with_names
+from lightning_fl.report.measures import Comparison, direction
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
-from lightning_fl.report.run import PICTURES, Run, find_runs, read_run
+from lightning_fl.report.paper import latex as table_of
+from lightning_fl.report.run import PICTURES, find_runs, read_run
 from lightning_fl.report.several_runs import about_groups
 
 #: Folders of runs, or folders that contain runs.
@@ -37,6 +38,9 @@ def report(
     title: str | None = None,
     metric: str | None = None,
     mode: Literal["max", "min"] | None = None,
+    latex: str | Path | None = None,
+    columns: Sequence[str] = (),
+    percent: bool = False,
 ) -> Path:
     """Write a report on one run, or a comparison of several runs.
 
@@ -57,14 +61,18 @@ def report(
             ``val/f1``. None means the accuracy of the validation, or else its loss.
         mode: Whether the best value of ``metric`` is its ``max`` or its ``min``. None means
             ``min`` for names with ``loss`` or ``err``, otherwise ``max``.
+        latex: File for a table of the groups in LaTeX, in addition to the page.
+        columns: Columns of this table: measures of the page's table of groups, or last values of
+            columns of ``rounds.csv``. By default, the final metric and the metrics of the test.
+        percent: Whether values from 0 to 1 of which more is better are in percent in this table.
 
     Returns:
         Path of the report.
 
     Raises:
         FederationError: If there is no run, a run is in two groups, its table of rounds cannot be
-            read, no run has the metric, there is a mode without it, or the report cannot be
-            written.
+            read, no run has the metric or a column, there is a mode without a metric, or a file
+            cannot be written.
     """
     named, left_out = _find_named(runs if isinstance(runs, Mapping) else {"": runs})
     folders = [folder for each in named.values() for folder in each]
@@ -74,39 +82,37 @@ def report(
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
     if path.suffix != ".html" or path.is_dir():
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
-    found = {name: list(map(read_run, each)) for name, each in named.items()}
-    if metric is not None:
-        found = _judged_by(metric, mode, found)
-    elif mode is not None:
+    if metric is None and mode is not None:
         raise FederationError(f"mode={mode} is for a metric: set metric, too")
-    if alone:
-        ((run,),) = found.values()
-        page = about_run(run, title)
-    else:
-        page = about_groups(with_names(found), title, left_out)
-    pictures = {p.name: p.content for section in page.sections for p in section.pictures}
+    groups = _judged(named, metric, mode or direction(metric or ""))
+    page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
+    table = "" if latex is None else table_of(Comparison(groups), columns, percent)
     with error_context(f"{path} could not be written, choose another output", OSError):
-        for name in NAMES:
-            place = path.with_suffix("") / f"{name}.png"
-            place.unlink(missing_ok=True)  # left by an earlier report
-            if name in pictures:
-                write_atomically(place, pictures[name])
-        write_atomically(path, html(page).encode(errors="replace"))
+        _write(page, path)
+        if latex is not None:
+            write_atomically(latex, table)
     return path
 
 
-def _judged_by(
-    metric: str, mode: Literal["max", "min"] | None, named: Mapping[str, Sequence[Run]]
-) -> dict[str, list[Run]]:
-    """Return the runs with the main metric that was asked for."""
-    columns = dict.fromkeys(name for runs in named.values() for run in runs for name in run.columns)
-    if metric not in columns:
-        raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(columns)}")
-    mode = mode or ("min" if re.search("loss|err", metric) else "max")
-    return {
-        name: [replace(run, metric=metric, mode=mode) for run in runs]
-        for name, runs in named.items()
-    }
+def _judged(named: Mapping[str, Sequence[Path]], metric: str | None, mode: str) -> list[Group]:
+    """Read the runs, and return them in groups with the metric that was asked for."""
+    judged = partial(replace, metric=metric, mode=mode)
+    groups = with_names({n: [judged(read_run(f)) for f in each] for n, each in named.items()})
+    known = dict.fromkeys(n for each in groups for run in each.runs for n in run.columns)
+    if metric not in (None, *known):
+        raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(known)}")
+    return groups
+
+
+def _write(page: Report, path: Path) -> None:
+    """Write a page and its pictures, and remove those of an earlier page."""
+    pictures = {p.name: p.content for section in page.sections for p in section.pictures}
+    for name in NAMES:
+        place = path.with_suffix("") / f"{name}.png"
+        place.unlink(missing_ok=True)
+        if name in pictures:
+            write_atomically(place, pictures[name])
+    write_atomically(path, html(page).encode(errors="replace"))
 
 
 def _find_named(runs: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[str]]:

@@ -26,6 +26,7 @@ from lightning_fl.callbacks.report import round_figure
 from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
 from lightning_fl.partition import Manifest
 from lightning_fl.policies import Schedule, Stragglers
+from lightning_fl.report import read_run
 from lightning_fl.types import FederationError
 
 PNG = b"\x89PNG\r\n"
@@ -55,12 +56,17 @@ def clients(folder):
     return list(csv.DictReader((folder / "participation.csv").read_text().splitlines()))
 
 
+def history(folder):
+    text = gzip.decompress((folder / BY_ROUND).read_bytes()).decode()
+    return list(csv.DictReader(text.splitlines()))
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
 AT_START = ["environment.json", "partition.json", "partition.png"]
-BY_ROUND = "participation_by_round.csv.gz"
+BY_ROUND = "clients_by_round.csv.gz"
 ALL = sorted([*AT_START, "participation.csv", BY_ROUND, "rounds.csv", "rounds.png"])
 
 
@@ -108,11 +114,14 @@ def test_an_interrupted_run_is_drawn_as_far_as_it_went(run, tmp_path, error, mon
     assert "train_acc" not in rows[0]
 
 
-def test_a_run_that_breaks_before_its_first_round_ended_has_no_rounds_to_draw(run, tmp_path):
-    class AtOnce(Callback):
-        def on_train_batch_end(self, *args):
-            raise ZeroDivisionError
+class AtOnce(Callback):
+    """Ends the run in its first round."""
 
+    def on_train_batch_end(self, *args):
+        raise ZeroDivisionError
+
+
+def test_a_run_that_breaks_before_its_first_round_ended_has_no_rounds_to_draw(run, tmp_path):
     with pytest.raises(ZeroDivisionError):
         run(callbacks=[AtOnce()])
     assert names(tmp_path) == AT_START
@@ -201,15 +210,76 @@ def test_who_took_part_is_counted(run, tmp_path, policy):
     assert [int(row["dropped"]) for row in rows] == [0, 0, seen.count(2), 0]
     assert seen.count(2)
     assert len(seen) == sum(row["clients"] for row in loop.rows)
-    head, *lines = gzip.decompress((tmp_path / BY_ROUND).read_bytes()).decode().splitlines()
-    assert head.startswith("round,0=not_sampled 1=arrived 2=dropped_out")
-    assert head.endswith("5=non_finite")
-    for number, (line, row) in enumerate(zip(lines, loop.rows, strict=True), 1):
-        at, _, outcomes = line.partition(",")
-        assert int(at) == number
-        assert 4 - outcomes.count("0") == row["clients"]
-        dropped = [str(client) for client in range(4) if outcomes[client] == "5"]
+    table = history(tmp_path)
+    assert list(table[0]) == ["round", "client", "outcome", "loss", "score"]
+    for number, row in enumerate(loop.rows, 1):
+        outcomes = {
+            each["client"]: each["outcome"] for each in table if each["round"] == f"{number}"
+        }
+        assert len(outcomes) == row["clients"]
+        dropped = [client for client, outcome in outcomes.items() if outcome == "non_finite"]
         assert " ".join(dropped) == row["dropped_clients"]
+        assert set(outcomes.values()) <= {"arrived", "non_finite"}
+
+
+class FirstLosses(Callback):
+    """Computes the loss of the model that a client received on its first batch."""
+
+    def __init__(self):
+        self.by_round = []
+
+    def on_train_epoch_start(self, trainer, module):
+        self.by_round.append([])
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx % 2 == 0:
+            x, y = batch
+            self.by_round[-1].append(nn.functional.cross_entropy(module.net(x), y).item())
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped")
+def test_the_loss_of_each_client_is_that_of_the_model_which_it_received(run, tmp_path):
+    losses = FirstLosses()
+    run(loop=FederatedLoop(policy=Schedule(num_steps=2)), callbacks=[losses, Poison()])
+    table = history(tmp_path)
+    assert [row["client"] for row in table] == ["0", "1", "2", "3"] * 2
+    assert [row["loss"] for row in table] == [f"{v:g}" for each in losses.by_round for v in each]
+    assert {row["score"] for row in table} == {""}
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped")
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_losses_and_rules_are_the_same_for_vectorized_clients(fit, data, tmp_path, group_size):
+    module = ClientModule(nn.Linear(6, 3)).double()
+    nn.init.zeros_(module.net.weight)
+    user = VectorizedClients(module, group_size, compile=False)
+    loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=2), seed=1)
+    fit(user, loop, data(), rounds=2, callbacks=[RunReport(), Poison()])
+    first, *_ = (float(row["loss"]) for row in history(tmp_path))
+    assert 0.5 < first < 2
+    assert all(row["loss"] for row in history(tmp_path))  # also of the client that is dropped
+    assert [row["outcome"] for row in history(tmp_path)][2::4] == ["non_finite"] * 2
+
+
+def test_scores_of_clients_are_in_the_rounds_that_evaluate_them(run, data, tmp_path):
+    evaluation = PersonalizedEvaluation(every_n_rounds=2)
+    loop = FederatedLoop(clients_per_round=2, seed=0)
+    module, federated = ClientModule(nn.Linear(6, 3)).double(), data(local_test_size=0.5)
+    options = {"enable_checkpointing": False, "logger": False, "enable_progress_bar": False}
+    L.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        callbacks=[loop, evaluation, RunReport()],
+        default_root_dir=tmp_path,
+        enable_model_summary=False,
+        **options,
+    ).fit(module, datamodule=federated)
+    table = history(tmp_path)
+    scores = {int(row["client"]): float(row["score"]) for row in table if row["round"] == "2"}
+    assert scores == {row["client"]: pytest.approx(row["server"]) for row in evaluation.rows}
+    assert [row["outcome"] for row in table if row["round"] == "2"].count("not_sampled") == 2
+    assert [row["score"] for row in table if row["round"] != "2"] == [""] * 4
+    assert sum(int(row["rounds"]) for row in clients(tmp_path)) == 6
 
 
 def interrupted(fit, data, folder, rounds, **options):
@@ -245,11 +315,28 @@ def test_a_finished_run_resumed_changes_nothing(fit, data, tmp_path, pictures):
     before = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".ckpt"}
     interrupted(fit, data, folder, 3, ckpt_path=folder / "last.ckpt")
     assert {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".ckpt"} == before
-    # Killed between its last checkpoint and its last file.
-    (folder / "participation.csv").unlink()
-    interrupted(fit, data, folder, 3, ckpt_path=folder / "last.ckpt")
-    assert sum(int(row["rounds"]) for row in clients(folder)) == 6
-    assert environment(folder)["state"] == "finished"
+
+
+@pytest.mark.parametrize("missing", [["participation.csv", BY_ROUND], [BY_ROUND], []])
+def test_a_run_that_was_killed_before_its_last_file_is_finished_when_resumed(
+    fit, data, tmp_path, missing
+):
+    interrupted(fit, data, tmp_path, 3)
+    for name in missing:
+        (tmp_path / name).unlink()
+    started = environment(tmp_path) | {"state": "started"}
+    (tmp_path / "environment.json").write_text(json.dumps(started))
+    interrupted(fit, data, tmp_path, 3, ckpt_path=tmp_path / "last.ckpt")
+    assert sum(int(row["rounds"]) for row in clients(tmp_path)) == len(history(tmp_path)) == 6
+    assert environment(tmp_path)["state"] == "finished"
+    assert len(read_run(tmp_path).outcomes.rows) == 6
+
+
+def test_tables_of_clients_of_an_earlier_fit_are_removed(run, tmp_path):
+    run()
+    with pytest.raises(ZeroDivisionError):
+        run(callbacks=[AtOnce()])
+    assert not {"participation.csv", BY_ROUND} & set(names(tmp_path))
 
 
 def test_a_run_that_began_without_a_report_does_not_count_half(fit, data, tmp_path):

@@ -1,6 +1,5 @@
 """Folders as runs leave them, written by hand."""
 
-import gzip
 import json
 from dataclasses import asdict
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from histories import by_round
 from lightning_fl.callbacks.report import round_figure
 from lightning_fl.partition.manifest import FORMAT, Manifest, checksum
 
@@ -20,10 +20,7 @@ CONFIG = {
 }
 
 
-BY_ROUND = gzip.compress(
-    b"round,0=not_sampled 1=arrived 2=dropped_out 3=crashed 4=late 5=non_finite\n"
-    b"1,11\n2,11\n3,15\n4,11\n"
-)
+BY_ROUND = by_round("1,11", "2,11", "3,15", "4,11", legend="1=arrived 5=non_finite")
 
 
 def partition_json(sizes, counts, rule="ByLabel", **parameters):
@@ -73,7 +70,7 @@ def folder(tmp_path):
             "partition.json": partition_json([3, 2], [{0: 3}, {1: 2}], classes_per_client=1),
             "participation.csv": "client,train_samples,rounds,dropped,train_acc\n"
             "0,3,4,0,1.0\n1,2,4,1,0.5\n",
-            "participation_by_round.csv.gz": BY_ROUND,
+            "clients_by_round.csv.gz": BY_ROUND,
         } | {key.replace("__", "."): value for key, value in files.items()}
         for file, content in contents.items():
             if isinstance(content, bytes):

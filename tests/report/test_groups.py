@@ -109,16 +109,17 @@ def test_mean_and_spread_by_hand():
     (each,) = group(
         [run(column=[0.1, v], seed_everything=i) for i, v in enumerate((0.2, 0.4, 0.9))]
     )
-    (_, first, none), (at, mean, half) = each.band("val_acc")
-    assert (first, none) == (pytest.approx(0.1), pytest.approx(0.0))
+    (_, first), (at, values) = each.values("val_acc")
+    assert first == [0.1] * 3
     assert at == 2
+    mean, half = t_interval(values)
     assert mean == pytest.approx(0.5)
     assert half == pytest.approx(4.30265 * math.sqrt(0.13 / 3), rel=1e-5)
 
 
 def test_a_band_goes_as_far_as_all_runs_went():
     (each,) = group([run(column=[0.1] * n, seed_everything=n) for n in (3, 1, 2)])
-    assert [at for at, _, _ in each.band("val_acc")] == [1]
+    assert [at for at, _ in each.values("val_acc")] == [1]
 
 
 def test_curves_over_virtual_time_meet_at_equal_times():
@@ -129,10 +130,9 @@ def test_curves_over_virtual_time_meet_at_equal_times():
         for c in columns
     ]
     # At 2 the second run has no value yet; at 9 it has ended.
-    assert Group("a", runs).band_over("val_acc", "virtual_time") == [(4, *t_interval([0.3, 0.2]))]
-    alone = Group("a", runs[:1]).band_over("val_acc", "virtual_time")
-    assert [point[:2] for point in alone] == columns[0]
-    assert all(math.isnan(half) for *_, half in alone)  # one run has no interval
+    assert Group("a", runs).values_over("val_acc", "virtual_time") == [(4, [0.3, 0.2])]
+    alone = Group("a", runs[:1]).values_over("val_acc", "virtual_time")
+    assert alone == [(x, [y]) for x, y in columns[0]]
     assert common_time(runs) == 8
     assert [at_time(each, "val_acc", 8) for each in runs] == [0.3, 0.6]
     assert common_time([*runs, run(column=[0.5])]) is None

@@ -2,7 +2,6 @@
 
 import base64
 import csv
-import gzip
 import hashlib
 import json
 import re
@@ -14,11 +13,12 @@ import numpy as np
 import pytest
 import yaml
 
-from lightning_fl.callbacks.participation import Participation
+from histories import by_round
+from lightning_fl.callbacks.client_history import ClientHistory
 from lightning_fl.report import Run, find_runs, group, read_run, report, write
 from lightning_fl.report.clients import clients, participation
 from lightning_fl.report.curves import cost, progress
-from lightning_fl.report.figures import Line, Lines
+from lightning_fl.report.figures import Line, Lines, svg
 from lightning_fl.report.groups import Group
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Picture
@@ -115,8 +115,8 @@ def test_a_page_says_what_was_run_and_how_it_went(folder, picture):
         "final val_acc 0.5",
         "best val_acc (round 3) 0.75",
         "upload 7.0 MB, download 8.0 MB 15.0 MB",
-        "1 of 8 client updates were dropped.",
-        "non-finite values 1 12.5 %",
+        "updates dropped 1 of 8",
+        "Dropped updates by cause: non-finite values 1.",
         "worst tenth of clients, own training samples 0.5",
         "own training samples",
         "Constant in all rounds: lr 0.1, local steps per client 10.",
@@ -169,7 +169,7 @@ def test_files_are_shown_as_text_never_as_markup(folder, config, manifest, tmp_p
     path = write_by_round(folder(**files), "1,1", "2,0", legend=f"0=no 1={EVIL.split()[0]}")
     page = page_of(report(path, title=EVIL))
     assert EVIL in page.text
-    assert charts(page)["client by round"]["layers"][0]["names"][1] == EVIL.split()[0]
+    assert charts(page)["client by round"]["layers"][0]["names"][-1] == EVIL.split()[0]
     assert EVIL.replace('"', "'")[:40] in charts(page)["client by round"]["rows"][0]
     other = folder("other/version_0", config__yaml=config(data__class_path="x"))
     assert EVIL in page_of(report([path, other], tmp_path / "both.html")).text
@@ -184,7 +184,7 @@ def test_an_unfinished_run_says_so(folder, undrawn):
 
 
 OTHERS = ("config__yaml", "environment__json", "partition__json", "participation__csv")
-OTHERS += ("participation_by_round__csv__gz",)
+OTHERS += ("clients_by_round__csv__gz",)
 
 
 def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alarms(folder, undrawn):
@@ -199,6 +199,34 @@ def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alar
         "digits/version_0 dropped clients in more than 10% of their rounds: client 1 in 2 of 11.",
     ]
     assert page.alarms[0] in Page(html(page)).text
+
+
+def test_the_clients_that_lost_most_are_named_first(folder, undrawn):
+    lines = ["1,2222", "2,1222", "3,1102"]
+    names = "client,train_samples,name\n3,1,east\n0,1,north\n"
+    path = write_by_round(folder(participation__csv=names), *lines)
+    (alarm,) = about_run(read_run(path)).alarms
+    assert alarm.endswith(
+        "rounds: client 2 in 2 of 2, client 3 (east) in 3 of 3, client 1 in 2 of 3,"
+        " client 0 (north) in 1 of 3."
+    )
+
+
+def test_a_run_in_which_every_update_was_dropped_is_never_the_best(folder):
+    rounds = "round,clients,dropped,non_finite,kept,val_acc\n1,2,2,2,1,0.9\n2,2,2,2,1,0.9\n"
+    lost = {"rounds__csv": rounds}
+    lost["clients_by_round__csv__gz"] = by_round("1,55", "2,55", legend="5=non_finite")
+    bare = {"clients_by_round__csv__gz": None}
+    groups = [
+        Group(name, [read_run(folder(f"{name}/v", (0.1, last), **bare))])
+        for name, last in (("good", 0.2), ("fine", 0.3))
+    ]
+    for name, files in (("lost", lost), ("bare", lost | bare)):
+        groups.append(Group(name, [read_run(folder(f"{name}/v", **files))]))
+    page = about_groups(groups)
+    assert page.lead[-1].startswith("fine has the best final val_acc, 0.3.")
+    assert page.lead[-1].endswith("Runs with an alarm are left out.")
+    assert sum("kept the global model in 2 rounds" in text for text in page.alarms) == 2
 
 
 def test_table_of_rounds_alone_makes_a_page(folder):
@@ -275,7 +303,7 @@ def two_groups(folder, config):
         path = folder(
             f"digits/version_{i}",
             accuracies=(0.1, last),
-            participation_by_round__csv__gz=by_round("1,11", "2,11"),
+            clients_by_round__csv__gz=by_round("1,11", "2,11"),
             config__yaml=config(seed_everything=i % 2, federation__client_fraction=share),
             environment__json=json.dumps(told),
         )
@@ -294,7 +322,7 @@ def test_runs_are_compared_group_by_group(two_groups, tmp_path):
     assert "federation.client_fraction 0.1 1.0" in text
     # Both seeds differ by 0.5, so the interval has no width.
     assert "client_fraction=1.0 0: +0.5, 1: +0.5 +0.5 +0.5 to +0.5" in text
-    assert "95 % confidence intervals of the mean" in text
+    assert "Thin lines: single seeds." in text
     assert (tmp_path / "new" / "both" / "accuracy.png").is_file()
 
 
@@ -369,9 +397,9 @@ def test_the_comparison_lists_every_run_and_what_differs(two_groups, undrawn):
     assert words.head == ["option", "client_fraction=0.1", "client_fraction=1.0"]
     assert words.rows == [["federation.client_fraction", "0.1", "1.0"]]
     assert [row[0] for row in tables["run"].rows] == [f"digits/version_{i}" for i in range(4)]
+    assert tables["run"].head[4:6] == ["final val_acc", "best val_acc"]
     assert [row[4] for row in tables["run"].rows] == ["0.2", "0.4", "0.7", "0.9"]
     assert compared.rows[0][-1] == "8"  # a number without a unit, which a click sorts
-    assert "upload and download (MB) mean" in groups.verbatim[1].content
 
 
 def test_seeds_of_a_script_are_compared(folder):
@@ -402,18 +430,18 @@ def test_runs_that_have_nothing_in_common_can_be_compared(folder, config):
 def test_seeds_and_clients_are_names_and_what_nobody_logged_has_no_column(folder, undrawn):
     files = {"rounds__csv": "round,virtual_time\n1,150\n", "config__yaml": None}
     files["participation__csv"] = "client,train_samples\n1234,1\n"
-    files["participation_by_round__csv__gz"] = None
+    files["clients_by_round__csv__gz"] = None
     told = json.dumps({"seed": 12345})
     runs = [read_run(folder(f"{i}/v", environment__json=told, **files)) for i in range(2)]
     page = about_groups(group(runs))
     tables = {t.head[0]: t for section in page.sections for t in section.tables}
-    assert tables["run"].head == ["run", "group", "seed", "rounds"]
-    assert tables["run"].rows[0] == ["0/v", "0", "12345", "1"]
+    assert tables["run"].head[:4] == ["run", "group", "seed", "rounds"]
+    assert tables["run"].rows[0][:4] == ["0/v", "0", "12345", "1"]
     compared = dict(zip(tables["group"].head, tables["group"].rows[0], strict=True))
     assert compared["seeds"] == "12345"
     assert compared["virtual time (s)"] == "150"
-    (section,) = (section for section in page.sections if section.title == "Groups")
-    assert section.verbatim[1].content.splitlines()[1].startswith("0,12345,1,")
+    (section,) = (section for section in page.sections if section.title == "Runs")
+    assert section.verbatim[0].content.splitlines()[1].startswith("0/v,0,12345,1,")
     assert clients(runs[0]).tables[-1].rows[-1][0] == "1234"
 
 
@@ -441,7 +469,7 @@ def test_no_runs_and_a_place_that_cannot_be_written_to_are_errors(folder, tmp_pa
         report(folder(), tmp_path / "file" / "report.html")
 
 
-def test_callbacks_are_named_with_what_is_not_their_default(folder):
+def test_callbacks_are_named(folder):
     callbacks = [
         {"class_path": "lightning_fl.callbacks.ClientFaults", "init_args": {"dropout": 0.2}},
         {"class_path": "yours.Watch", "init_args": {"every": 3, "path": None}},
@@ -449,7 +477,7 @@ def test_callbacks_are_named_with_what_is_not_their_default(folder):
     ]
     config = yaml.safe_dump({"trainer": {"callbacks": callbacks, "callbacks_dir": "x"}})
     page = about_run(read_run(folder(config__yaml=config)))
-    assert " · ClientFaults(dropout=0.2) · Watch(every=3) · LabelFlip" in page.lead[0]
+    assert page.lead[0].endswith(" · ClientFaults · Watch · LabelFlip")
 
 
 def test_privacy_and_backdoors_are_key_figures(folder):
@@ -503,21 +531,19 @@ def test_one_run_has_its_columns_in_one_panel_and_groups_have_a_panel_per_column
 
 
 def test_drops_are_drawn_by_cause(folder):
-    def bars(path):
-        (picture,) = participation(read_run(path)).pictures
-        return {panel.ylabel: (panel.xlabel, panel.kinds) for panel in picture.panels}
-
-    drops = bars(folder("b/version_0"))
-    assert drops["updates dropped"] == ("round", {"non-finite values": {3: 1}})
-    kinds = {"arrived": {0: 4, 1: 3}, "non-finite values": {0: 0, 1: 1}}
-    assert drops["rounds of the client"] == ("client", kinds)
+    (picture,) = participation(read_run(folder())).pictures
+    panel, _ = picture.panels
+    assert (panel.ylabel, panel.xlabel) == ("updates dropped", "round")
+    ((line),) = panel.lines
+    assert (line.label, line.x, line.y) == ("non-finite values", [1, 2, 3, 4], [0, 0, 1, 0])
+    # The color is that of the cells.
+    assert picture.legend == [("non-finite values", 4), ("arrived", 0)]
 
 
 def test_drops_for_other_causes_are_counted(folder):
     rounds = "round,clients,dropped,late,low_battery\n1,9,3,1,2\n"
     section = participation(read_run(folder(rounds__csv=rounds)))
-    assert "3 of 9 client updates were dropped." in section.text[0]
-    assert [row[:2] for row in section.tables[0].rows] == [["too late", "1"], ["other causes", "2"]]
+    assert section.text[0].startswith("Dropped updates by cause: too late 1, other causes 2.")
 
 
 def test_the_round_of_the_last_value_is_named(folder, undrawn):
@@ -542,14 +568,6 @@ def test_the_main_metric_is_of_the_validation_and_never_of_an_attack(columns, na
     assert headline([Run("a", [dict.fromkeys(["round", *columns], 1.0)])])[0] == name
 
 
-def test_bars_of_many_rounds_are_sums_of_stretches(folder):
-    rounds = "round,clients,dropped,late\n" + "".join(f"{i},9,2,2\n" for i in range(1, 301))
-    (picture,) = participation(read_run(folder(rounds__csv=rounds))).pictures
-    panel = picture.panels[0]
-    assert (panel.xlabel, panel.width) == ("3 rounds from round", 3)
-    assert panel.kinds == {"too late": dict.fromkeys(range(1, 300, 3), 6)}
-
-
 def test_groups_are_compared_at_equal_virtual_time_if_all_have_a_clock(folder, panels):
     def timed(name, *times):
         lines = [f"{i},2,{t},{0.1 * i:.1f}" for i, t in enumerate(times, 1)]
@@ -567,8 +585,7 @@ def test_groups_are_compared_at_equal_virtual_time_if_all_have_a_clock(folder, p
         *([50, 100], [20, 40, 60, 80])
     ]
     panels.clear()
-    section = cost([waits, untimed])
-    assert "Some runs have no virtual time" in section.text[0]
+    cost([waits, untimed])
     assert "val_acc, by virtual time" not in panels[0][0]
 
 
@@ -579,10 +596,10 @@ def test_the_values_under_the_pointer_are_those_of_the_table(folder, undrawn):
     assert accuracy["lines"][0]["x"] == [1, 2, 3, 4]
     assert [line["n"] for line in accuracy["lines"]] == ["val_acc"]
     assert accuracy["lines"][0]["y"] == [0.25, None, 0.123457, 1]
-    assert found["rounds of the client by client"]["lines"] == [
-        {"n": "arrived", "c": 0, "x": [0, 1], "y": [4, 3]},
-        {"n": "non-finite values", "c": 4, "x": [0, 1], "y": [0, 1]},
-    ]
+    line = {"n": "non-finite values", "c": 4, "x": [1, 2, 3, 4], "y": [0, 0, 1, 0]}
+    assert found["updates dropped by round"]["lines"] == [line]
+    (samples,) = found["samples by clients in ascending order"]["lines"]
+    assert (samples["y"], samples["names"]) == ([2, 3], ["client 1", "client 0"])
     traffic = found["val_acc, by traffic by MB up and down"]
     assert traffic["lines"][0]["x"] == [4, 8, 11, 15]
     classes = found["class by client"]
@@ -599,12 +616,8 @@ def test_values_under_the_pointer_have_six_digits_or_all_before_the_point():
     assert found["lines"][0]["y"] == [1234567, 2345679, 1.23457e20, 0.123457]
 
 
-def by_round(*lines, legend="0=not_sampled 1=arrived 2=dropped_out 3=low_battery"):
-    return gzip.compress("\n".join([f"round,{legend}", *lines]).encode() + b"\n", mtime=0)
-
-
 def write_by_round(path, *lines, **options):
-    (path / "participation_by_round.csv.gz").write_bytes(by_round(*lines, **options))
+    (path / "clients_by_round.csv.gz").write_bytes(by_round(*lines, **options))
     return path
 
 
@@ -614,12 +627,9 @@ def test_the_page_shows_who_participated_when(folder, undrawn):
     chart = charts(page)["client by round"]
     assert chart["rows"] == ["client 0", "client 1"]
     assert chart["columns"] == ["round 1", "round 2", "round 3", "round 4"]
-    names = ["not sampled", "arrived", "dropped out", "low battery"]
-    assert chart["layers"] == [{"n": "", "v": [[1, 1, 1, 3], [1, 0, 2, 1]], "names": names}]
-    (history,) = (json.loads(v) for n, v in page.attributes if n == "data-history")
-    # Run lengths: b is arrived, a is absent.
-    assert history["clients"] == {"client 0": "3bd", "client 1": "bacb"}
-    assert history["outcomes"] == names
+    names = ["not sampled", "arrived", "dropped out", "crashed", "too late", "non-finite values"]
+    names += ["low battery"]
+    assert chart["layers"] == [{"n": "", "v": [[1, 1, 1, 6], [1, 0, 2, 1]], "names": names}]
     section = clients(read_run(path))
     assert section.tables[1].head == [
         *("client", "training samples", "rounds", "dropped", "dropped out", "low battery"),
@@ -628,12 +638,65 @@ def test_the_page_shows_who_participated_when(folder, undrawn):
     assert section.tables[1].rows[0] == ["1", "2", "3", "1", "1", "0", "0.5"]
 
 
+def test_a_client_whose_loss_does_not_fall_is_named_and_every_loss_has_a_curve(folder, undrawn):
+    losses = [[2.0, 1.0, 0.5, 0.25], [0.5, 1.0, "nan", 4.0], [0.001, 0.001, 0.0009, 0.0005]]
+    names = "client,train_samples,name\n0,3,north\n1,2,south\n2,2,east\n"
+    files = {"participation__csv": names}
+    files["clients_by_round__csv__gz"] = by_round(*(f"{i},111" for i in range(1, 5)), losses=losses)
+    page = about_run(read_run(folder(**files)))
+    (section,) = (s for s in page.sections if s.title == "Clients")
+    assert section.text[-1].startswith("The loss of 1 client did not fall (")
+    assert "first): client 1 (south). See" in section.text[-1]
+    (table,) = section.tables
+    assert table.head[:2] == ["client", "loss"]
+    assert table.head[-2:] == ["first loss", "last loss"]
+    rows = {row[0]: row for row in table.rows}
+    assert rows["1 (south)"][-2:] == ["0.5", "4"]
+    # Losses from 0.0005 to 4 are more than three decades, so the scale is logarithmic: 0.25 is at
+    # log(500) / log(8000) = 0.69 of the height of 18.
+    path = rows["0 (north)"][1].path
+    assert path.startswith("M0 ")
+    assert path.endswith("L100 8h0")
+    assert rows["1 (south)"][1].path.count("M") == 2  # a gap where the loss is not finite
+    assert rows["1 (south)"][1].title == "0.5 to 4"
+    assert html(page).count('<svg class="curve"') == 3
+
+
+def test_a_loss_over_more_than_three_decades_has_a_logarithmic_axis():
+    def is_log(label, *values):
+        return svg(Lines(label, [Line("a", range(len(values)), values)]))[1]["log"]
+
+    assert is_log("train_loss", 2.0, 1.0, 0.5, 0.001)
+    assert not is_log("train_loss", 2.0, 1.0, 0.5, 0.01)
+    assert not is_log("accuracy", 0.0005, 0.5, 0.75)
+    assert is_log("norm", 1.0, 1.0, 1.0, 100.0)  # a spike
+
+
+def test_three_seeds_are_lines_and_five_seeds_are_a_band(folder):
+    def line(count):
+        runs = [read_run(folder(f"{count}-{i}/v", (0.1 * i, 0.2 * i))) for i in range(count)]
+        panels = progress([Group("a", runs), Group("b", runs[:1])]).pictures[0].panels
+        return panels[0].lines[0], panels[0].values()["lines"]
+
+    few, (shown, alone) = line(3)
+    assert few.seeds == [(0.0, 0.0), (0.1, 0.2), (0.2, 0.4)]
+    assert list(few.y) == pytest.approx([0.1, 0.2])
+    assert shown["s"] == [[0, 0], [0.1, 0.2], [0.2, 0.4]]
+    assert not few.band
+    assert "s" not in alone
+    many, (shown, _) = line(5)
+    assert not many.seeds
+    assert shown["b"] == pytest.approx([2.776445 * 0.1 * (0.5**0.5) * s for s in (1, 2)], abs=1e-5)
+
+
 def test_a_large_federation_fits_into_two_megabytes(folder, manifest, undrawn):
     random, n, rounds = np.random.default_rng(0), 10_000, 2_000
-    record = Participation(n)
+    record = ClientHistory()
     sampled = [random.choice(n, 1000, replace=False) for _ in range(20)]
     for i in range(rounds):
-        record.add(sampled[i % 20].tolist(), {int(c): "late" for c in sampled[i % 20][: i % 50]})
+        clients = sampled[i % 20].tolist()
+        losses = dict(zip(clients, random.random(1000).tolist(), strict=True))
+        record.add(i + 1, clients, dict.fromkeys(clients[: i % 50], "late"), losses)
     columns = "round,clients,dropped,late,lr,bytes_up,bytes_down,virtual_time,train_loss,val_acc"
     values = random.random((rounds, 2))
     table = [
@@ -649,11 +712,11 @@ def test_a_large_federation_fits_into_two_megabytes(folder, manifest, undrawn):
         "participation__csv": "\n".join(["client,train_samples,rounds,dropped,train_acc", *lines]),
     }
     path = folder(**files)
-    (path / "participation_by_round.csv.gz").write_bytes(record.csv_gz())
+    (path / "clients_by_round.csv.gz").write_bytes(record.csv_gz())
     page = page_of(report(path))
     assert (path / "report.html").stat().st_size < 2_000_000
     assert "The 200 worst and the 200 best of 10,000 clients;" in page.text
-    assert "(cells of several clients and rounds;" in page.text
+    assert "cells of several clients and rounds (opacity: share sampled)" in page.text
     assert "Not every point is drawn" in page.text
     chart = charts(page)["client by round"]
     assert chart["rows"][0] == "clients 0 to 99"
@@ -729,7 +792,7 @@ def test_best_group_has_no_alarm_and_is_separated_by_seeds_or_not(folder):
                     (0.0, last),
                     environment__json=json.dumps({"seed": seed}),
                     # The update of a client was dropped in half of its rounds.
-                    participation_by_round__csv__gz=by_round("1,11", "2,1" + "12"[name == "lost"]),
+                    clients_by_round__csv__gz=by_round("1,11", "2,1" + "12"[name == "lost"]),
                 )
                 for seed, last in enumerate(values)
             ]
@@ -759,23 +822,81 @@ def test_values_that_some_seeds_lack_are_marked(folder, config):
     cells = dict(zip(table.head, table.rows[0], strict=True))
     assert cells["test_acc"] == "0.5 (2 of 3 seeds)"
     assert cells["final val_acc"] == "0.9"
-    assert "0.5 (2 of 3 seeds)" in section.verbatim[0].content
+    assert r"1 & $0.9$ & $0.5$ (2 of 3) \\" in section.verbatim[0].content
+    assert "% 1/v dropped clients in more than" in section.verbatim[0].content  # an alarm
 
 
-def test_tables_for_a_paper_have_the_cells_of_the_page(two_groups):
+def test_tables_for_a_paper_have_the_values_of_the_page(two_groups):
     page = about_groups(group([read_run(folder) for folder in find_runs([two_groups])[0]]))
-    (section,) = (section for section in page.sections if section.title == "Groups")
-    latex, text = (table.content for table in section.verbatim)
-    head = section.tables[0].head
-    lines = [line for line in latex.splitlines() if line.endswith(r" \\")]
-    assert all(line.count(" & ") == len(head) - 1 for line in lines)
-    assert r"client\_fraction=0.1 & 0, 1 & 2 & 0.30~$\pm$~0.14" in lines[1]
-    table = list(csv.DictReader(text.splitlines()))
-    assert [row["group"] for row in table] == ["client_fraction=0.1", "client_fraction=1.0"]
-    assert float(table[0]["final val_acc mean"]) == pytest.approx(0.3)
-    assert float(table[0]["final val_acc std"]) == pytest.approx(0.02**0.5)
-    assert float(table[0]["final val_acc ci95_high"]) == pytest.approx(0.3 + 1.27062, abs=1e-5)
-    assert table[0]["final val_acc n"] == "2"
+    texts = [text.content for section in page.sections[:-1] for text in section.verbatim]
+    assert r"client\_fraction=0.1 & $0.30 \pm 0.14$ \\" in texts[0].splitlines()
+    rows = list(csv.DictReader(texts[1].splitlines()))
+    assert [row["group"] for row in rows] == ["client_fraction=0.1"] * 2 + [
+        "client_fraction=1.0"
+    ] * 2
+    assert [row["final val_acc"] for row in rows] == ["0.2", "0.4", "0.7", "0.9"]
+
+
+@pytest.fixture
+def three_seeds(folder):
+    """Groups by name, with the final accuracies of the seeds 0, 1 and 2."""
+
+    def make(**finals):
+        return {
+            name: [
+                folder(
+                    f"{name}/version_{i}",
+                    (0, v),
+                    environment__json=json.dumps({"seed": i}),
+                    clients_by_round__csv__gz=by_round("1,11", "2,11"),
+                )
+                for i, v in enumerate(values)
+            ]
+            for name, values in finals.items()
+        }
+
+    return make
+
+
+def rows_of(path):
+    """The cells of a table in LaTeX."""
+    lines = [line for line in path.read_text().splitlines() if line.endswith(r" \\")]
+    return [line.removesuffix(r" \\").split(" & ") for line in lines]
+
+
+def test_the_best_mean_of_a_table_in_latex_is_bold_if_the_seeds_separate_it(
+    three_seeds, tmp_path, undrawn
+):
+    near = three_seeds(low=(0.1, 0.2, 0.3), high=(0.3, 0.2, 0.6))
+    far = three_seeds(a=(0.1, 0.2, 0.31), b=(0.5, 0.6, 0.71))
+    path = tmp_path / "table.tex"
+    report(near, tmp_path / "page.html", latex=path)
+    assert rows_of(path)[1:] == [["low", r"$0.20 \pm 0.10$"], ["high", r"$0.37 \pm 0.21$"]]
+    columns = ["final val_acc", "dropped", "bytes_up", "val_acc"]
+    report(far, tmp_path / "page.html", latex=path, columns=columns, percent=True)
+    head, *rows = rows_of(path)
+    assert head == ["group", r"final val\_acc (\%)", "dropped", r"bytes\_up", r"val\_acc (\%)"]
+    bold = r"$\mathbf{60} \pm 11$"
+    assert rows[0] == ["a", r"$20 \pm 11$", "$0$", r"$2{,}000{,}000$", r"$20 \pm 11$"]
+    assert rows[1] == ["b", bold, "$0$", r"$2{,}000{,}000$", bold]
+    text = path.read_text()
+    assert text.startswith(r"% Needs \usepackage{booktabs}.")
+    assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
+    with pytest.raises(FederationError, match="no run has a column 'f1': they have final val_acc"):
+        report(far, tmp_path / "page.html", latex=path, columns=["f1"])
+
+
+def test_names_are_text_in_latex(three_seeds, tmp_path, undrawn):
+    path = tmp_path / "table.tex"
+    report(three_seeds(**{r"A&B_50%\x": (0.5,)}), tmp_path / "page.html", latex=path)
+    assert rows_of(path)[1][0] == r"A\&B\_50\%\textbackslash{}x"
+
+
+def test_cells_that_a_spreadsheet_would_compute_are_text(three_seeds):
+    runs = {name: [read_run(p) for p in paths] for name, paths in three_seeds(a=(0.5,)).items()}
+    page = about_groups([Group("=1+1", runs["a"]), Group("b", runs["a"])])
+    (section,) = (section for section in page.sections if section.title == "Runs")
+    assert section.verbatim[0].content.splitlines()[1].startswith("a/version_0,'=1+1,0,2,0.5,")
 
 
 @pytest.mark.parametrize(

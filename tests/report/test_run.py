@@ -1,5 +1,6 @@
 """What is read of a run's folder."""
 
+import gzip
 import json
 import math
 
@@ -34,7 +35,7 @@ def test_a_folder_is_read(folder):
 
 def test_a_table_of_rounds_is_enough(folder):
     others = ("config__yaml", "environment__json", "partition__json", "participation__csv")
-    others += ("participation_by_round__csv__gz",)
+    others += ("clients_by_round__csv__gz",)
     run = read_run(folder(**dict.fromkeys(others)))
     assert run.rounds == 4
     assert run.planned is None
@@ -90,12 +91,39 @@ def test_a_table_without_rounds_raises(folder, text):
         ("config__yaml", "!!python/object/apply:os.system ['false']"),
         ("environment__json", "{"),
         ("partition__json", '{"clients": 3}'),
-        ("participation_by_round__csv__gz", b"text"),
+        ("clients_by_round__csv__gz", b"text"),
     ],
 )
 def test_damaged_file_raises_and_is_named(folder, file, content):
     with pytest.raises(FederationError, match=f"{file.replace('__', '.')} cannot be read"):
         read_run(folder(**{file: content}))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "participation.csv", "environment.json"])
+def test_a_file_that_is_a_symbolic_link_is_not_followed(folder, tmp_path, name):
+    path = folder()
+    secret = tmp_path / "secret"
+    (path / name).rename(secret)
+    (path / name).symlink_to(secret)
+    with pytest.raises(FederationError, match=f"{name} cannot be read: it is a symbolic link"):
+        read_run(path)
+
+
+def test_losses_and_scores_are_read(folder):
+    table = b"round,client,outcome,loss,score\n1,0,arrived,2.5,\n1,1,low_battery,nan,0.5\n"
+    table += b"2,0,not_sampled,,0.25\n"
+    outcomes = read_run(folder(clients_by_round__csv__gz=gzip.compress(table))).outcomes
+    assert outcomes.names[:2] == ["not sampled", "arrived"]
+    assert outcomes.names[-1] == "low battery"
+    assert outcomes.codes.tolist() == [[1, 6], [0, 0]]
+    assert {c: v.tolist() for c, v in outcomes.curves("loss").items()} == {
+        0: [[1, 2.5]],
+        1: [[1, math.inf]],
+    }
+    assert {c: v.tolist() for c, v in outcomes.curves("score").items()} == {
+        0: [[2, 0.25]],
+        1: [[1, 0.5]],
+    }
 
 
 def test_names_with_line_breaks_are_read(folder):
@@ -116,7 +144,7 @@ def test_other_callbacks_of_a_resumed_fit_are_told(folder, config):
     ("environment", "left_out"),
     [
         ({"client_metric": None}, ["clients"]),
-        ({"state": "started", "client_metric": "f1"}, ["participation", "outcomes"]),
+        ({"state": "started", "client_metric": "f1"}, []),
         ({"state": "finished"}, []),
     ],
 )
