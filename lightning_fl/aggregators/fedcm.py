@@ -89,6 +89,8 @@ class FedCM(FedAvg):
     def update(self, clients: ClientUpdate) -> None:
         """Add the moves of clients, and their mean gradients."""
         super().update(clients)
+        assert clients.num_steps is not None
+        assert clients.lr is not None
         way = (clients.num_steps * clients.lr).double()
         weights = self._weights(clients)
         scale = torch.where(way > 0, -weights.to(way) / way.where(way > 0, 1), 0)

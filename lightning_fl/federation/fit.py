@@ -326,8 +326,9 @@ class Fit:
             clients: Ids of the clients.
         """
         counts = self.federation.class_counts
-        is_used = CLASS_COUNTS in self.runner.declared.values and counts is not None
-        return {CLASS_COUNTS: counts[clients]} if is_used else {}
+        if counts is None or CLASS_COUNTS not in self.runner.declared.values:
+            return {}
+        return {CLASS_COUNTS: counts[clients]}
 
     def _decide(self, module: VectorizedClients) -> None:
         """Decide whether clients are vectorized, by a check of the steps of two clients."""
