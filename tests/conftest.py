@@ -212,14 +212,8 @@ def simulate(fit, data):
         torch.manual_seed(0)
         net = torch.nn.Linear(6, 3)
         made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-        names = (
-            "clients_per_round",
-            "client_fraction",
-            "min_clients",
-            "sampler",
-            "policy",
-        )
-        given = {name: options.pop(name) for name in names if name in options}
+        of_loop = {"clients_per_round", "client_fraction", "min_clients", "sampler", "policy"}
+        given = {name: options.pop(name) for name in of_loop & options.keys()}
         given = {"policy": Schedule(num_steps=2), "seed": 3, **given}
         loop = FederatedLoop(aggregator=aggregator, **given)
         samples = options.pop("datamodule", None) or data(num_clients=clients)

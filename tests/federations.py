@@ -1,8 +1,11 @@
 """The table of federations: each rule, term, policy, sampler and data module is in a row.
 
-``test_federations.py`` passes the rows through ``check_federation``, ``accelerator_cases.py``
-trains them on another device, and ``test_strategies.py`` trains some on several processes.
+It imports all of them. ``test_federations.py`` passes the rows through ``check_federation``,
+``accelerator_cases.py`` trains them on another device, and ``test_strategies.py`` trains some on
+several processes.
 """
+
+# ruff: noqa: F403, F405
 
 from functools import partial
 from importlib.util import find_spec
@@ -20,117 +23,18 @@ from torchmetrics.classification import MulticlassAccuracy
 from adapted import Adapted
 from layouts import cifar_layout, mnist_layout, speech_commands_layout, spoken_digits_layout
 from lightning_fl import ClientModule
-from lightning_fl.aggregators import (
-    AFL,
-    PFNM,
-    ClusteredFL,
-    CoordinateMedian,
-    Downpour,
-    DPFedAvg,
-    FedAdagrad,
-    FedAdam,
-    FedAsync,
-    FedAvg,
-    FedAvgM,
-    FedBuff,
-    FedCM,
-    FedControl,
-    FedCostWAvg,
-    FedDyn,
-    FedExP,
-    FedMA,
-    FedNova,
-    FedOpt,
-    FedPIDAvg,
-    FedYogi,
-    FlexLoRA,
-    GeometricMedian,
-    Gossip,
-    Krum,
-    NormClipping,
-    PowerOfChoice,
-    QFedAvg,
-    Scaffold,
-    Staged,
-    StreamingPFNM,
-    TrimmedMean,
-    ZeroPadding,
-)
-from lightning_fl.callbacks import (
-    Backdoor,
-    ClientAttack,
-    ClientFaults,
-    FederatedLoop,
-    LabelFlip,
-    LayerSummary,
-    PersonalizedEvaluation,
-    RunReport,
-)
-from lightning_fl.datamodules import (
-    CIFAR10,
-    MNIST,
-    Augment,
-    Digits,
-    FashionMNIST,
-    FederatedDataModule,
-    FromClients,
-    FromDataModule,
-    FromHDF5,
-    FromHuggingFace,
-    SpeechCommands,
-    SpokenDigits,
-    TopicText,
-)
-from lightning_fl.models import (
-    CharLSTM,
-    CifarCNN,
-    FashionCNN,
-    FemnistCNN,
-    KeywordCNN,
-    LeNet,
-    LoRA,
-    MLPClassifier,
-    TextTransformer,
-)
-from lightning_fl.objectives import (
-    APFL,
-    MOON,
-    Ditto,
-    EntropyRegularizer,
-    FedDecorr,
-    FedEM,
-    FedLC,
-    FedNTD,
-    FedRS,
-    FedSAM,
-    PerFedAvg,
-    Proximal,
-    RepresentationMatching,
-    WeightDivergence,
-)
-from lightning_fl.optimizers import PFedMe
+from lightning_fl.aggregators import *
+from lightning_fl.callbacks import *
+from lightning_fl.datamodules import *
+from lightning_fl.models import *
+from lightning_fl.objectives import *
+from lightning_fl.optimizers import Adaptive, PFedMe
 from lightning_fl.partition import Dirichlet
-from lightning_fl.policies import (
-    AdaptiveMu,
-    DiscreteGaussianReinforce,
-    HyperparameterPolicy,
-    PersonalizedPolicyGradient,
-    Schedule,
-    StagedPolicy,
-    Stragglers,
-)
+from lightning_fl.policies import *
 from lightning_fl.runners import Phase
-from lightning_fl.samplers import (
-    AFLSampler,
-    AsynchronousSampler,
-    HighLossSampler,
-    PoissonSampler,
-    RoundRobinSampler,
-    UniformSampler,
-    WeightedSampler,
-)
+from lightning_fl.samplers import *
 from lightning_fl.testing import Run
-from lightning_fl.transforms import Quantize, TopK
+from lightning_fl.transforms import *
 
 FEATURES, CLASSES, CLIENTS = 6, 3, 5
 
@@ -155,6 +59,11 @@ def samples(count=80, **options):
 def module(*terms, optimizer=SGD):
     net = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES))
     return ClientModule(net, terms, optimizer)
+
+
+def matched(net, **options):
+    """Match the representations of a network, whose pooling is reversed."""
+    return ClientModule(net, [RepresentationMatching(0.01, **options), Proximal(0.1)], SGD)
 
 
 def frozen(*terms):
@@ -569,6 +478,13 @@ ROWS = {
         module(optimizer=partial(PFedMe, inner_steps=2)),
         samples(batch_size=None),
         policy=Uneven(),
+        optimizer_state="keep",
+        clients_per_round=3,
+    ),
+    "Adaptive, kept": lambda root: row(
+        module(optimizer=partial(Adaptive, rule="adam", lr=0.05, tau=0.1)),
+        optimizer_state="keep",
+        clients_per_round=3,
     ),
     "FromClients, FemnistCNN": lambda root: row(FemnistCNN(width=2, hidden=4), writers()),
     "FromHuggingFace, TextTransformer": lambda root: row(
@@ -586,12 +502,15 @@ ROWS = {
         policy=Uneven(),
     ),
     "MNIST, LeNet": lambda root: row(LeNet(), small(MNIST, root, val_size=4)),
-    "FashionMNIST": lambda root: row(FashionCNN(width=2), small(FashionMNIST, root, val_size=4)),
+    "FashionMNIST": lambda root: row(
+        matched(FashionCNN(width=2)), small(FashionMNIST, root, val_size=4)
+    ),
     "CIFAR10, augmented": lambda root: row(
         CifarCNN(width=2, hidden=8), small(CIFAR10, root, val_size=4, augment=True)
     ),
     "SpokenDigits, cached": lambda root: row(
-        KeywordCNN(width=2, hidden=8), small(SpokenDigits, root, val_size=0, cache_features=True)
+        matched(KeywordCNN(width=2, hidden=8), source="same"),
+        small(SpokenDigits, root, val_size=0, cache_features=True),
     ),
     "TopicText, LoRA": lambda root: row(
         text(), TopicText(3, 40, 8, 60, 20, num_clients=2, batch_size=4)
@@ -604,6 +523,7 @@ LONG = (
     *("ClusteredFL, RunReport", "Staged, StagedPolicy", "StreamingPFNM, a stream"),
     *("DPFedAvg, PoissonSampler", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
+    *("PFedMe, batches that are weighted", "Adaptive, kept"),
 )
 #: Rows that cannot be vectorized, with the reason that is given.
 NOT_VECTORIZED = {

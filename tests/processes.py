@@ -303,12 +303,11 @@ def save(found, out, devices):
     torch.save(found, Path(out) / f"found.{devices}.{os.environ.get('LOCAL_RANK', '0')}.pt")
 
 
-def train(devices, out, cases, repeat=False):
-    """Train cases, each in a fit; with ``repeat`` five times."""
+def train(devices, out, cases):
+    """Train cases, each in a fit."""
     quiet()
     with tempfile.TemporaryDirectory() as folder:
-        runs = [{case: fit(case, devices, folder) for case in cases} for _ in range(4 * repeat + 1)]
-    save(runs if repeat else runs[0], out, devices)
+        save({case: fit(case, devices, folder) for case in cases}, out, devices)
 
 
 #: The case that resumes.

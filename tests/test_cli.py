@@ -2,6 +2,7 @@ import csv
 import inspect
 import json
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -340,7 +341,7 @@ def test_vectorized_clients_and_threads_have_options(cli, tmp_path, monkeypatch)
     @wraps(init)
     def noted(self, module, **options):
         seen.append(options)
-        init(self, module, **options)
+        init(self, module, **options | {"compile": False})
 
     monkeypatch.setattr(VectorizedClients, "__init__", noted)
     tiny = (*FIT, "--trainer.fast_dev_run=true")
@@ -401,43 +402,36 @@ def test_every_config_opens_with_its_command_and_its_result(config):
     assert "acc" in second
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--federation.client_fraction=1.5"], "got 1.5"),
-        (["--federation.aggregator=FedAvgg"], "FedAvgg"),
-        (
-            ["--federation.aggregator=FedAvgM", "--federation.aggregator.lr=-1"],
-            "lr must be a finite number of at least 0, got -1",
-        ),
-        (
-            ["--federation.aggregator=Gossip", "--federation.aggregator.mixing_matrix=[[1.0]]"],
-            "mixing_matrix has 1 clients, the federation has 10",
-        ),
-        (["--model.init_args.net.init_args.sizes=[65,10]"], "does not accept samples of shape"),
-        (
-            ["--model.init_args.terms+=Proximal", "--model.init_args.terms.init_args.mu=-1"],
-            "mu must be",
-        ),
-        (["--federation.nonsense=1"], "--federation.nonsense"),
-        (["--max_epochs=1"], "--max_epochs is not an option: use --trainer.max_epochs"),
-        (["--aggregator", "FedAvgM"], "--aggregator is not an option: use --federation.aggregator"),
-        (["--config=nowhere.yaml"], "nowhere.yaml"),
-        (["--config={trainer: null}"], "trainer is empty in the configuration"),
-        (["--threads=0"], "threads"),
-        (["--vectorize.group_size=0"], "group_size"),
-        (["--vectorize.width=3"], "width"),
-        (["--data.init_args.num_clients=5000"], "5000 clients cannot share 1294 samples"),
-        (["--trainer.limit_train_batches=3"], "use Schedule(num_steps=...)"),
-        (["--ckpt_path=."], "checkpoint . is not a file: set --ckpt_path to a file or last"),
-        (["--data=MNIST", "--data.init_args.root=nowhere"], "download=true"),
-        (["--trainer.strategy=client_paralel"], "client_paralel"),
-        (["--seed_everything=-1"], "-1 is not in bounds"),
-        (["--data.init_args.seed=-1"], "seed must be an integer of at least 0, or None, got -1"),
-    ],
-)
-def test_a_users_mistake_ends_with_a_message_and_leaves_nothing(cli, tmp_path, args, message):
-    out = cli(*FIT, *args, expect=2)
+RULE, TERM = "--federation.aggregator", "--model.init_args.terms"
+#: Options by what the message says of them.
+MISTAKES = {
+    "got 1.5": "--federation.client_fraction=1.5",
+    "FedAvgg": f"{RULE}=FedAvgg",
+    "lr must be a finite number of at least 0, got -1": f"{RULE}=FedAvgM {RULE}.lr=-1",
+    "mixing_matrix has 1 clients, the federation": f"{RULE}=Gossip {RULE}.mixing_matrix=[[1.0]]",
+    "does not accept samples of shape": "--model.init_args.net.init_args.sizes=[65,10]",
+    "mu must be": f"{TERM}+=Proximal {TERM}.init_args.mu=-1",
+    "--federation.nonsense": "--federation.nonsense=1",
+    "--max_epochs is not an option: use --trainer.max_epochs": "--max_epochs=1",
+    "--aggregator is not an option: use --federation.aggregator": "--aggregator FedAvgM",
+    "nowhere.yaml": "--config=nowhere.yaml",
+    "trainer is empty in the configuration": "'--config={trainer: null}'",
+    "threads": "--threads=0",
+    "group_size": "--vectorize.group_size=0",
+    "width": "--vectorize.width=3",
+    "5000 clients cannot share 1294 samples": "--data.init_args.num_clients=5000",
+    "use Schedule(num_steps=...)": "--trainer.limit_train_batches=3",
+    "checkpoint . is not a file: set --ckpt_path to a file or last": "--ckpt_path=.",
+    "download=true": "--data=MNIST --data.init_args.root=nowhere",
+    "client_paralel": "--trainer.strategy=client_paralel",
+    "-1 is not in bounds": "--seed_everything=-1",
+    "seed must be an integer of at least 0, or None, got -1": "--data.init_args.seed=-1",
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_users_mistake_ends_with_a_message_and_leaves_nothing(cli, tmp_path, message):
+    out = cli(*FIT, *shlex.split(MISTAKES[message]), expect=2)
     assert message in out
     assert "Traceback" not in out
     if "must be" in message:  # the words of a constructor, without those of the parser

@@ -33,7 +33,10 @@ PAGES = [
     DOCS / "results" / "trust.md",
 ]
 #: Those that train much, or start processes that import everything anew.
-LONG = ("deployment", "flower", "reading_a_report", "several_gpus", "sweeps", "your_module")
+LONG = (
+    *("deployment", "flower", "lightning_cli", "reading_a_report", "several_gpus", "sweeps"),
+    *("your_module", "your_rule"),
+)
 SLOW = [page for page in PAGES if "slow\n" in page.read_text()]
 #: A signature in the reference, and what of it nobody could have written.
 SIGNATURE = r"<dt class=\"sig.*?</dt>"

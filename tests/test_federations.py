@@ -59,15 +59,14 @@ def few_processes(monkeypatch):
 
 
 def passes():
+    """What needs a new process is slow for rows that are like another one."""
     for name in ROWS:
-        columns = ["order", "resume", "vectorized"]
-        if name in ON_PROCESSES:
-            yield pytest.param(name, [*columns, "processes"], id=name)
-        else:
-            yield pytest.param(name, columns, id=name)
-            yield pytest.param(
-                name, ["processes"], id=f"{name}, on two processes", marks=pytest.mark.slow
-            )
+        resumes, shares = name in LONG or name in ON_PROCESSES, name in ON_PROCESSES
+        columns = ["order", "vectorized", *["resume"] * resumes, *["processes"] * shares]
+        yield pytest.param(name, columns, id=name)
+        if others := [column for column in ("resume", "processes") if column not in columns]:
+            slow = f"{name}, {' and '.join(others)}"
+            yield pytest.param(name, others, id=slow, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "columns"), list(passes()))

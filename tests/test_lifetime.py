@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.runners import VectorizedClients
 
-FITS = 30
+FITS = 6
 
 
 def test_no_object_of_a_fit_is_alive_after_it(fit, data):

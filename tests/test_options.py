@@ -121,10 +121,78 @@ CHECKED_ELSEWHERE = ("Manifest",)
 
 #: Values that are refused, by the annotated types of an option.
 WRONG = {("int", "float"): (math.nan, True, "1"), ("bool",): ("false", 1)}
+#: Values beyond the limits of an option, or none of its choices.
+BEYOND = {
+    "AFL": {"gamma": [-1.0], "initial": ["size"], "mode": ["both"], "output": ["mean"]},
+    "APFL": {"alpha": [1.5]},
+    "AdaptiveMu": {"mu": [-0.1], "step": [0.0], "patience": [0], "loss": ["train"]},
+    "Adaptive": {"rule": ["sgd"], "lr": [0.0], "tau": [-1.0]},
+    "AsynchronousSampler": {"concurrency": [0]},
+    "CifarCNN": {"width": [0], "hidden": [-1], "in_channels": [0], "num_classes": [0]},
+    "ClusteredFL": {
+        "min_size": [1], "linkage": ["ward"], "split_update": ["half"], "weighting": ["n"],
+    },
+    "DPFedAvg": {
+        "noise_multiplier": [-1.0], "clip_norm": [0.0], "delta": [1.0], "quantile": [1.5],
+        "clip_lr": [-1.0, 11.0],
+    },
+    "DiscreteGaussianReinforce": {
+        "policy_lr": [-1.0], "precision": [0.0], "optimizer": ["rmsprop"], "window": [math.inf],
+        "seed": [-1], "loss": ["test"],
+    },
+    "Ditto": {"strength": [-1.0], "lr_factor": [0.0]},
+    "EntropyRegularizer": {"min_entropy": [-0.1, math.inf], "coefficient": [-0.1]},
+    "FashionCNN": {"width": [0], "hidden": [0], "num_classes": [0]},
+    "FedAdam": {"tau": [0.0]},
+    "FedAsync": {"alpha": [0, 1.5]},
+    "FedAvg": {"weighting": ["size"], "normalization": ["some"]},
+    "FedAvgM": {"lr": [-1.0]},
+    "FedBuff": {
+        "lr": [0], "staleness": ["linear"], "exponent": [-1], "max_staleness": [1.5],
+        "momentum": [1.0],
+    },
+    "FedControl": {"alpha": [-0.1], "decay": [1.2], "least": [0.0]},
+    "FedCostWAvg": {"alpha": [1.5]},
+    "FedDyn": {"alpha": [0.0], "weighting": ["size"]},
+    "FedEM": {"components": [0], "floor": [-1.0]},
+    "FedOpt": {"weighting": ["size"]},
+    "FedPIDAvg": {"cancellation": [1.0], "window": [0]},
+    "FedYogi": {"lr": [-1.0]},
+    "GeometricMedian": {"weighting": ["size"]},
+    "Gossip": {"graph": ["star"], "probability": [0.0]},
+    "Krum": {"attackers": [-1], "keep": [0]},
+    "MOON": {"mu": [-1.0], "temperature": [0.0]},
+    "NormClipping": {"max_norm": [0.0]},
+    "PFNM": {
+        "gamma": [0.0], "client_variance": [-1], "prior_variance": [0], "bias_mean": [math.inf],
+        "popularity": [math.inf], "sweeps": [-1, 1.5], "cap": [0], "max_width": [0, 9.5],
+        "tolerance": [-0.1], "start": ["mine"], "matching_start": ["old"], "restart": ["new"],
+    },
+    "PFedMe": {"lr": [0.0], "lam": [-1.0], "inner_steps": [0]},
+    "PerFedAvg": {"inner_lr": [-1.0]},
+    "PersonalizedPolicyGradient": {"method": ["plain"], "step": [-1.0], "floor": [1.0]},
+    "Proximal": {"mu": [-0.1, math.inf]},
+    "QFedAvg": {"q": [-1.0]},
+    "Quantize": {"bits": [0, 2.5]},
+    "RepresentationMatching": {
+        "coefficient": [-1], "reduction": ["max"], "source": ["above"], "lr_factor": [0],
+    },
+    "Scaffold": {"option": ["III"], "lr": [0.0, math.inf], "weighting": ["size"]},
+    "Schedule": {
+        "num_steps": [0, 1.5], "lr": [0, -0.1, math.inf], "local_epochs": [0],
+        "decay": [0, math.inf],
+    },
+    "Stragglers": {"fraction": [1.5]},
+    "StreamingPFNM": {"fresh": [-1, 2.5], "noise": [-1.0]},
+    "TopK": {"fraction": [0.0]},
+    "TrimmedMean": {"fraction": [0.5]},
+    "WeightDivergence": {"coefficient": [-0.1]},
+    "ZeroPadding": {"weighting": ["n"]},
+}  # fmt: skip
 
 
 def options():
-    """Return class, name and wrong values of every number and flag of the public classes."""
+    """Return class, name and wrong values of the options of the public classes."""
     found = []
     for room in ROOMS:
         module = importlib.import_module(f"lightning_fl.{room}")
@@ -132,7 +200,8 @@ def options():
             is_own = inspect.isclass(made) and made.__module__.startswith(module.__name__)
             is_public = not name.startswith("_") and name not in CHECKED_ELSEWHERE
             if is_own and is_public and not inspect.isabstract(made):
-                found += [(made, *option) for option in simple(made)]
+                beyond = BEYOND.get(name, {}).items()
+                found += [(made, *option) for option in (*simple(made), *beyond)]
     return found
 
 
@@ -160,19 +229,18 @@ def test_every_constructor_refuses(made, option, wrong):
     needed = [name for name, each in parameters.items() if each.default is inspect.Parameter.empty]
     given = {name: REQUIRED[name] for name in needed if name in REQUIRED}
     for value in wrong:
-        refused = rf"\b{option}\b.* must be .*, got {value!r}|multiple values .* '{option}'"
+        got = re.escape(repr(value))
+        refused = rf"\b{option}\b.* must be .*, got {got}|multiple values .* '{option}'"
         with pytest.raises((FederationError, TypeError), match=refused):
             made(**{**given, option: value})
 
 
 def test_the_options_of_every_constructor_are_found():
-    assert {
-        (policies.Schedule, "lr"),
-        (aggregators.PFNM, "sweeps"),
-        (aggregators.FedAdam, "tau"),
-        (policies.Stragglers, "drop"),
-    } <= {(made, option) for made, option, _ in options()}
-    assert len(options()) > 150
+    found = {(made.__name__, option) for made, option, _ in options()}
+    some = {("Schedule", "lr"), ("PFNM", "sweeps"), ("FedAdam", "tau"), ("Stragglers", "drop")}
+    assert some <= found
+    assert {(name, option) for name, given in BEYOND.items() for option in given} <= found
+    assert len(options()) > 250
 
 
 def test_lists_may_be_any_sequence_but_texts():

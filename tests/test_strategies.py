@@ -2,6 +2,7 @@ import hashlib
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -11,14 +12,12 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import processes
 from forks import Started
 from grids import others_slow
 from lightning_fl import ClientModule, ClientParallelStrategy, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
@@ -149,17 +148,6 @@ def test_four_processes_neither(tmp_path):
         assert hashed(one) == hashed(alone[case])
 
 
-@pytest.mark.slow
-def test_five_runs_are_the_same(tmp_path):
-    seen = {ACTS[0]: set(), "lost clients": set()}
-    repeats = train(3, tmp_path, list(seen), True)
-    assert len(repeats) == 5
-    for repeat in repeats:
-        for case, one in repeat.items():
-            seen[case].add(hashed(one))
-    assert [len(hashes) for hashes in seen.values()] == [1, 1]
-
-
 @pytest.mark.parametrize("count", [2, 3])
 def test_with_float32_the_bits_are_the_same(found, count):
     assert hashed(found[1][0]["float32"]) == hashed(found[count][0]["float32"])
@@ -264,30 +252,18 @@ def test_buffers_that_processes_write_differently_are_those_of_the_first(tmp_pat
 
 
 def client_module():
-    return ClientModule(nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    return ClientModule(nn.Linear(6, 3), optimizer=partial(torch.optim.SGD, lr=0.1)).double()
 
 
-def federation(**options):
-    x, y = torch.randn(60, 6), torch.arange(60) % 3
-    options = {"num_clients": 3, "val_size": 12, "batch_size": 8} | options
-    return FederatedDataModule(TensorDataset(x, y), **options)
+@pytest.fixture
+def parallel(trainer):
+    """A Trainer of this process alone."""
 
+    def make(*callbacks, strategy="client_parallel", **options):
+        loop = FederatedLoop(policy=Schedule(num_steps=40))
+        return trainer(loop, 2, callbacks, strategy=strategy, devices=1, **options)
 
-def trainer(tmp_path, strategy="client_parallel", callbacks=None, **options):
-    loop = FederatedLoop(policy=Schedule(num_steps=40))
-    callbacks = [loop] if callbacks is None else callbacks
-    return L.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        max_epochs=2,
-        default_root_dir=tmp_path,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"devices": 1} | options,
-    )
+    return make
 
 
 @pytest.fixture
@@ -298,13 +274,12 @@ def alone():
         torch.distributed.destroy_process_group()
 
 
-def test_one_process_is_a_federation_as_without_it(alone, tmp_path):
+def test_one_process_is_a_federation_as_without_it(alone, parallel, data):
     models = []
     for strategy in ("auto", "client_parallel"):
         L.seed_everything(3, verbose=False)
-        model = client_module()
-        fit = trainer(tmp_path, strategy)
-        fit.fit(model, datamodule=federation())
+        model, fit = client_module(), parallel(strategy=strategy)
+        fit.fit(model, datamodule=data())
         models.append(model.state_dict())
     assert difference(*models) == 0
     # Everything is as it was.
@@ -312,9 +287,9 @@ def test_one_process_is_a_federation_as_without_it(alone, tmp_path):
     assert "_broadcast_sigterm_tensor" not in vars(fit.fit_loop.epoch_loop)
 
 
-def test_ranks_are_not_asked_before_every_batch(alone, tmp_path, monkeypatch):
+def test_ranks_are_not_asked_before_every_batch(alone, parallel, data, monkeypatch):
     asked = []
-    kind = type(trainer(tmp_path).fit_loop.epoch_loop)
+    kind = type(parallel().fit_loop.epoch_loop)
     monkeypatch.setattr(
         kind, "_broadcast_sigterm_tensor", lambda loop: asked.append(loop.batch_idx)
     )
@@ -323,9 +298,7 @@ def test_ranks_are_not_asked_before_every_batch(alone, tmp_path, monkeypatch):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
 
-    fit = trainer(tmp_path)
-    fit.callbacks.append(Ask())
-    fit.fit(client_module(), datamodule=federation())
+    parallel(Ask()).fit(client_module(), datamodule=data(num_clients=3))
     assert asked == [0, 50, 100] * 2
 
 
@@ -349,20 +322,21 @@ def test_the_loss_of_an_idle_step_is_real(is_hidden):
         assert module.bias.grad.tolist() == [0, 0]
 
 
-def test_a_failed_fit_leaves_no_idle_process(alone, tmp_path):
+def test_a_failed_fit_leaves_no_idle_process(alone, parallel, data):
     class Fails(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             trainer.strategy.is_idle = True  # as in a process without a client
             raise ValueError("on purpose")
 
-    fit = trainer(tmp_path)
-    fit.callbacks.append(Fails())
+    fit = parallel(Fails())
     with pytest.raises(ValueError, match="on purpose"):
-        fit.fit(client_module(), datamodule=federation())
+        fit.fit(client_module(), datamodule=data())
     assert not fit.strategy.is_idle
 
 
-def test_a_process_that_has_failed_saves_and_does_not_wait(alone, tmp_path, monkeypatch):
+def test_a_process_that_has_failed_saves_and_does_not_wait(
+    alone, parallel, data, tmp_path, monkeypatch
+):
     waits = []
 
     class Fails(L.Callback):
@@ -371,43 +345,43 @@ def test_a_process_that_has_failed_saves_and_does_not_wait(alone, tmp_path, monk
                 monkeypatch.setattr(torch.distributed, name, lambda *_, **__: waits.append(1))
             raise ValueError("on purpose")
 
-    fit = trainer(tmp_path)
-    fit.callbacks += [Fails(), ModelCheckpoint(tmp_path, save_last=True, save_on_exception=True)]
+    saves = ModelCheckpoint(tmp_path, save_last=True, save_on_exception=True)
     with pytest.raises(ValueError, match="on purpose"):
-        fit.fit(client_module(), datamodule=federation())
+        parallel(Fails(), saves, enable_checkpointing=True).fit(client_module(), datamodule=data())
     assert (tmp_path / "last.ckpt").exists()
     assert not waits
 
 
-def test_without_a_federation_it_is_refused(alone, tmp_path):
+def test_without_a_federation_it_is_refused(alone, trainer, data):
+    plain = trainer(False, strategy="client_parallel", devices=1)
     with pytest.raises(FederationError, match="requires a FederatedLoop: add one"):
-        trainer(tmp_path, callbacks=[]).fit(client_module(), datamodule=federation())
+        plain.fit(client_module(), datamodule=data())
 
 
 @pytest.mark.parametrize("synced", ["by the Trainer", "in the module"])
-def test_batches_of_different_clients_are_not_mixed(alone, tmp_path, synced):
+def test_batches_of_different_clients_are_not_mixed(alone, parallel, data, synced):
     module = client_module()
     module.norm = torch.nn.BatchNorm1d(2)
     if synced == "in the module":
         module.norm = torch.nn.SyncBatchNorm(2)
-    fit = trainer(tmp_path, sync_batchnorm=synced == "by the Trainer")
+    fit = parallel(sync_batchnorm=synced == "by the Trainer")
     with pytest.raises(FederationError, match="SyncBatchNorm would mix the batches of different"):
-        fit.fit(module, datamodule=federation())
+        fit.fit(module, datamodule=data())
     assert isinstance(module.norm, torch.nn.SyncBatchNorm) == (synced == "in the module")
 
 
-def test_a_strategy_that_is_not_known_is_refused(tmp_path, monkeypatch):
-    fit = trainer(tmp_path, "auto")
+def test_a_strategy_that_is_not_known_is_refused(parallel, monkeypatch):
+    fit = parallel(strategy="auto")
     monkeypatch.setattr(L.Trainer, "world_size", 2)
     with pytest.raises(FederationError, match="SingleDeviceStrategy is not supported with several"):
         fit.callbacks[0].setup(fit, client_module(), "fit")
 
 
-def test_vectorized_clients_with_ddp_are_refused(tmp_path, monkeypatch):
-    fit = trainer(tmp_path, "ddp")
+def test_vectorized_clients_with_ddp_are_refused(parallel, data, monkeypatch):
+    fit = parallel(strategy="ddp")
     monkeypatch.setattr(L.Trainer, "world_size", 2)
     with pytest.raises(FederationError, match="set strategy='client_parallel'"):
-        fit.fit(VectorizedClients(client_module()), datamodule=federation())
+        fit.fit(VectorizedClients(client_module()), datamodule=data())
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0])

@@ -25,7 +25,10 @@ def vector(made):
 
 
 class Noted(FederatedLoop):
-    """Notes the batches that each client trains on, and the model after each round."""
+    """Notes the batches that each client trains on, and the model after each round.
+
+    Vectorized clients have batches of lists, which are noted for the first of a group.
+    """
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -37,13 +40,12 @@ class Noted(FederatedLoop):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        (row,) = self.plan().schedule[batch_idx].rows
-        client = int(self.plan().clients[row])
+        client = int(self.plan().clients[self.plan().schedule[batch_idx].rows[0]])
         self.batches[-1].setdefault(client, []).append(batch)
 
     def on_train_epoch_end(self, trainer, pl_module):
         super().on_train_epoch_end(trainer, pl_module)
-        self.models.append(vector(pl_module))
+        self.models.append(vector(self.runner.module))
 
 
 class Lost(Callback):

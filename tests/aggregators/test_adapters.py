@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from adapted import PAIRS, Adapted
+from adapted import HEAD, PAIRS, Adapted
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import FedAvg, FlexLoRA, Staged, ZeroPadding
 from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
@@ -73,6 +73,34 @@ def test_ranks_are_drawn_by_the_seed(run):
         assert torch.equal(loop.aggregator.client_ranks, wanted)
     assert run(FlexLoRA(3), rounds=1)[1].aggregator.client_ranks.tolist() == [3] * 5
     assert run(FlexLoRA(), rounds=1)[1].aggregator.client_ranks.tolist() == [4] * 5
+
+
+# --- zero-padding, beside a plain derivation ----------------------------------------------------
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform", "norm"])
+def test_padded_factors_are_averaged(run, weighting):
+    module, loop = run(ZeroPadding(RANKS, weighting), rounds=2)
+    starts, ends = zip(*module.seen[5:], strict=True)  # in the second round
+    norms = [sum((e[b] @ e[a]).square().sum() for a, b in PAIRS).sqrt() for e in ends]
+    samples = loop.fit.federation.num_samples.double()
+    of_samples = torch.ones(5).double() if weighting == "uniform" else samples
+    weights = torch.stack(norms) if weighting == "norm" else of_samples
+    found = module.state()
+    for names, each in (((n for pair in PAIRS for n in pair), weights), (HEAD, of_samples)):
+        for name in names:
+            mean = sum(p * end[name] for p, end in zip(each / each.sum(), ends, strict=True))
+            torch.testing.assert_close(found[name], mean, rtol=0, atol=1e-12)
+    for a, _ in PAIRS:  # the second round starts from the first's average, cut to the rank
+        whole = starts[2][a]
+        for rank, start in zip(RANKS, starts, strict=True):
+            assert torch.equal(start[a][:rank], whole[:rank])
+            assert not start[a][rank:].any()
+
+
+def test_padding_of_equal_ranks_is_fedavg(run):
+    padded, plain = (run(rule, rounds=2)[0].state() for rule in (ZeroPadding(), FedAvg()))
+    torch.testing.assert_close(padded, plain, rtol=0, atol=1e-12)
 
 
 # --- traffic --------------------------------------------------------------------------------------
@@ -180,20 +208,6 @@ def embedding():
 def test_modules_that_do_not_fit_are_refused(run, make, words):
     with pytest.raises(FederationError, match=words):
         run(FlexLoRA(2), make(), rounds=1)
-
-
-def test_a_client_that_diverges_is_dropped(run):
-    class Breaks(Adapted):
-        def on_client_end(self):
-            super().on_client_end()
-            if len(self.seen) == 1:
-                self.net[0].lora_A["default"].weight.data.fill_(torch.nan)
-
-    with pytest.warns(UserWarning, match="non-finite"):
-        module, loop = run(FlexLoRA(RANKS), Breaks(), rounds=1)
-    assert loop.rows[0]["dropped_clients"] == "0"
-    assert loop.rows[0]["bytes_up"] == sum(bytes_of(rank) for rank in RANKS[1:])
-    assert all(p.isfinite().all() for p in module.parameters())
 
 
 def test_convolutions_are_products_of_flattened_filters(run):

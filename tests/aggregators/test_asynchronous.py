@@ -1,16 +1,15 @@
 """FedBuff and FedAsync against plain programs; the synchronous limit, resuming, refusals."""
 
-import copy
 import warnings
 from collections import deque
+from functools import partial
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAsync, FedAvg, FedBuff, Scaffold, Staged
-from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import ClientFaults, RoundCheckpoint
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.functional.randomness import RandomStream, generator
@@ -19,46 +18,18 @@ from lightning_fl.policies import Schedule, Stragglers
 from lightning_fl.samplers import AsynchronousSampler, UniformSampler
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 from two_classes import samples
+from written_plainly import LR, Noted, loss_and_gradient, module, vector
 
-CLIENTS, LR = 9, 0.2
+CLIENTS = 9
 UNEVEN = {"speed_sigma": 1.0, "straggler": 0.2, "step_seconds": 0.1}
 
 
-def module(rho=0.0, dtype=torch.float64):
-    torch.manual_seed(0)
-    net = torch.nn.Linear(4, 2)
-    terms = [Proximal(rho)] if rho else []
-    return ClientModule(net, terms, lambda p: torch.optim.SGD(p, lr=LR)).to(dtype)
-
-
-def vector(made):
-    return torch.cat([p.detach().flatten() for p in made.parameters()])
-
-
-class Noted(FederatedLoop):
-    """Notes the batches of each client, the number of earlier models, and the model of each round.
-
-    Vectorized clients have batches of lists, which are not noted.
-    """
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.batches, self.models, self.kept = [], [], []
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        super().on_train_epoch_start(trainer, pl_module)
-        self.batches.append({int(client): [] for client in self.plan().clients})
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        plan = self.plan()
-        row = plan.schedule[batch_idx].rows[0]
-        self.batches[-1][int(plan.clients[row])].append(batch)
+class Kept(Noted):
+    """Notes the number of earlier models after each round."""
 
     def on_train_epoch_end(self, trainer, pl_module):
         super().on_train_epoch_end(trainer, pl_module)
-        self.models.append(vector(self.runner.module))
-        self.kept.append(len(getattr(self.aggregator, "models", ())))
+        vars(self).setdefault("kept", []).append(len(getattr(self.aggregator, "models", ())))
 
 
 @pytest.fixture
@@ -80,7 +51,7 @@ def run(trainer):
         }
         data = options.pop("data", None) or samples(CLIENTS)
         faults = ClientFaults(**UNEVEN) if faults is None else faults
-        loop = Noted(aggregator, **options)
+        loop = Kept(aggregator, **options)
         made = module() if made is None else made
         with warnings.catch_warnings():  # of clients that are dropped
             warnings.simplefilter("ignore")
@@ -92,22 +63,18 @@ def run(trainer):
     return run
 
 
-def plainly(loop, faults, concurrency, size, apply, rounds=8, rho=0.0, dtype=torch.float64):
+def plainly(loop, faults, concurrency, size, apply, rounds=8, rho=0.0):
     """Let clients train one event after another, with a copy of the model for each version.
 
     Args:
         apply: Maps the model and the arrived of a flush, as triples of the model at the start, the
             local model and the staleness, to the next model.
     """
-    net = copy.deepcopy(module(dtype=dtype).net)
 
     def trained(x, batches):
         y = x.clone()
-        for features, labels in batches:
-            torch.nn.utils.vector_to_parameters(y, net.parameters())
-            loss = cross_entropy(net(features), labels)
-            grads = torch.autograd.grad(loss, list(net.parameters()))
-            y = y - LR * (torch.cat([g.flatten() for g in grads]) + rho * (y - x))
+        for batch in batches:
+            y = y - LR * (loss_and_gradient(y, *batch)[1] + rho * (y - x))
         return y
 
     def begin(now, version):
@@ -118,7 +85,7 @@ def plainly(loop, faults, concurrency, size, apply, rounds=8, rho=0.0, dtype=tor
                 d = faults.durations.seconds_of(4, version, client, 3, num_bytes)
                 running[client] = now + d, version
 
-    models, running, waiting, found = [vector(module(dtype=dtype))], {}, {}, []
+    models, running, waiting, found = [vector(module())], {}, {}, []
     begin(0.0, 0)
     while len(found) < rounds:
         client = min(running, key=lambda c: running[c][0])
@@ -180,10 +147,10 @@ PLAIN = {
 def test_every_round_is_that_of_the_plain_program(run, case):
     make, size, lost, rho, apply = PLAIN[case]
     faults = ClientFaults(**lost, **UNEVEN)
-    _, loop = run(make(), size, faults, rounds=10, made=module(rho))
+    made = module([Proximal(rho)] if rho else [])
+    _, loop = run(make(), size, faults, rounds=10, made=made)
     models, flushes = plainly(loop, faults, 5, size, apply, 10, rho)
-    for one, other in zip(loop.models, models, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(loop.models, models, rtol=1e-12, atol=1e-12)
     for row, (now, staleness) in zip(loop.rows, flushes, strict=True):
         assert row["virtual_time"] == pytest.approx(now, rel=1e-12)
         assert row["staleness_mean"] == pytest.approx(sum(staleness) / size)
@@ -197,15 +164,6 @@ def test_every_round_is_that_of_the_plain_program(run, case):
         assert all(row["dropped"] >= stale for row, stale in zip(loop.rows, too_stale, strict=True))
 
 
-class Normalized(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 @pytest.mark.parametrize(
     ("seed", "size", "is_vectorized"),
     [(0, 1, False), (1, 4, False), (2, 4, True), (3, CLIENTS, False)],
@@ -214,38 +172,23 @@ def test_with_equal_durations_it_is_synchronous_averaging_bit_for_bit(
     run, seed, size, is_vectorized
 ):
     """Also with BatchNorm's buffers, in single precision, and with updates that are dropped."""
-
-    def made():
-        torch.manual_seed(seed)
-        return ClientModule(Normalized(), optimizer=lambda p: torch.optim.SGD(p, lr=LR)).float()
-
-    def wrap(module):
-        # Not "auto", which would time the ways to train and might choose another in each run.
-        return VectorizedClients(module, group_size=4, compile=False) if is_vectorized else module
-
+    # Not "auto", which would time the ways to train and might choose another in each run.
+    groups = partial(VectorizedClients, group_size=4, compile=False)
+    options = {"wrap": groups} if is_vectorized else {}
     found = []
-    rules = [FedAvg("uniform"), FedBuff(), *[FedAsync(1.0)] * (size == 1)]
-    for rule in rules:
+    for rule in (FedAvg("uniform"), FedBuff(), *[FedAsync(1.0)] * (size == 1)):
+        torch.manual_seed(seed)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+        options["made"] = ClientModule(net, optimizer=partial(torch.optim.SGD, lr=LR)).float()
+        options["data"] = data = samples(CLIENTS)
+        x, y = data.train.tensors
+        data.train = data.val = torch.utils.data.TensorDataset(x.float(), y)
         sampler = UniformSampler() if isinstance(rule, FedAvg) else AsynchronousSampler(size)
-        data = samples(CLIENTS)
-        data.train = torch.utils.data.TensorDataset(data.train.tensors[0].float(), data.train[:][1])
-        data.val = data.train
-        found.append(
-            run(
-                rule,
-                size,
-                ClientFaults(nan=0.2),
-                rounds=3,
-                wrap=wrap,
-                made=made(),
-                sampler=sampler,
-                seed=seed,
-                data=data,
-            )
-        )
-    for module, loop in found[1:]:
+        faults = ClientFaults(nan=0.2)
+        found.append(run(rule, size, faults, rounds=3, sampler=sampler, seed=seed, **options))
+    for other, loop in found[1:]:
         for name, tensor in found[0][0].state_dict().items():
-            assert torch.equal(module.state_dict()[name], tensor), name
+            assert torch.equal(other.state_dict()[name], tensor), name
         assert loop.kept == [0] * 3
         for row, expected in zip(loop.rows, found[0][1].rows, strict=True):
             assert row.pop("staleness_max") == row.pop("staleness_mean") == 0
@@ -303,8 +246,6 @@ def test_momentum_by_hand():
     assert found == [[2, 4, 3], [11, 4, 3], [15.5, 4, 3]]
     rule.start(server)
     assert torch.equal(rule.compute(), server)  # nobody returned
-    with pytest.raises(FederationError, match=r"momentum must be a number in \[0, 1\), got 1.0"):
-        FedBuff(momentum=1.0)
 
 
 def test_buffers_stay_between_those_of_the_server_and_of_the_clients():
@@ -334,11 +275,6 @@ def test_buffers_stay_between_those_of_the_server_and_of_the_clients():
         (FedAvg, {}, "FedAvg ignores the staleness of updates"),
         (Scaffold, {}, "Scaffold ignores the staleness of updates"),
         (lambda: Staged([1], [FedBuff(), FedBuff()]), {}, "Staged ignores the staleness"),
-        (
-            lambda: Staged([1], [FedBuff(), FedAvg()]),
-            {"sampler": UniformSampler()},
-            "FedBuff cannot be a stage of Staged",
-        ),
         (FedBuff, {"sampler": UniformSampler()}, "FedBuff aggregates asynchronous rounds, and"),
         (FedAsync, {}, "a round has 3 clients: set clients_per_round=1, or use FedBuff"),
         (FedBuff, {"concurrency": 10}, "concurrency=10, but there are only 9 clients"),
@@ -349,38 +285,11 @@ def test_buffers_stay_between_those_of_the_server_and_of_the_clients():
         ),
         (
             FedBuff,
-            {"policy": Stragglers(0.5, Schedule(num_steps=4))},
-            "Stragglers changes the number of local steps",
-        ),
-        (
-            FedBuff,
             {"policy": Stragglers(0.5, Schedule(num_steps=4), drop=True)},
             "Stragglers excludes clients from rounds",
-        ),
-        (
-            FedBuff,
-            {"policy": Schedule(num_steps=9, steps_decay=0.7)},
-            r"Schedule changes the number of local steps \(client 0, round 2\): use a policy with",
         ),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(run, rule, options, message):
     with pytest.raises(FederationError, match=message):
         run(rule(), 3, **options)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FedBuff(lr=0), "lr must be a finite number greater than 0, got 0"),
-        (lambda: FedBuff(staleness="linear"), "staleness must be constant, polynomial or hinge"),
-        (lambda: FedBuff(exponent=-1), "exponent must be"),
-        (lambda: FedBuff(max_staleness=1.5), "max_staleness must be an integer of at least 0"),
-        (lambda: FedAsync(alpha=1.5), r"alpha must be a number in \(0, 1\], got 1.5"),
-        (lambda: FedAsync(alpha=0), "alpha must be"),
-        (lambda: AsynchronousSampler(0), "concurrency must be an integer of at least 1, got 0"),
-    ],
-)
-def test_bad_options(make, message):
-    with pytest.raises(FederationError, match=message):
-        make()

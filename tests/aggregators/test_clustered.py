@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl import ClientModule
 from lightning_fl.aggregators import ClusteredFL, FedAvg
 from lightning_fl.callbacks import FederatedLoop, RunReport
 from lightning_fl.contracts.context import Federation
@@ -13,7 +13,7 @@ from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.similarity import cosine_similarity
 from lightning_fl.partition import Natural
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import ClientUpdate, Cohort
 
 #: Four groups in a plane: two that point apart, each of two that are apart a little.
 DIRECTIONS = torch.tensor(
@@ -234,58 +234,26 @@ def test_who_is_not_there_stays_and_comes_back_to_its_cluster():
     assert 200 in rule.clusters()[0]
 
 
-@pytest.fixture
-def federation(fit, tmp_path):
+def test_a_federation_finds_its_groups(fit, tmp_path):
     """Clients whose labels are turned: 0, 1, 2 learn y = x, and 3, 4, 5 learn y = -x."""
-
-    def train(rounds, group_size=None, folder="run", **options):
-        random = torch.Generator().manual_seed(0)
-        x = torch.randn(120, 2, generator=random, dtype=torch.float64)
-        y = (x[:, 0] > 0).long()
-        y[60:] = 1 - y[60:]
-        samples = torch.utils.data.TensorDataset(x, y)
-        keys = torch.arange(120).div(20, rounding_mode="floor").tolist()
-        data = FederatedDataModule(
-            samples, samples, num_clients=None, partition=Natural(), keys=keys, seed=1
-        )
-        torch.manual_seed(0)
-        net = torch.nn.Linear(2, 2)
-        module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.2)).double()
-        rule = ClusteredFL(eps1=0.15, eps2=0.1, warmup=3, min_size=4)
-        loop = FederatedLoop(aggregator=rule, seed=0)
-        user = (
-            module if group_size is None else VectorizedClients(module, group_size, compile=False)
-        )
-        options.setdefault("callbacks", [RunReport()])
-        fit(user, loop, data, rounds=rounds, **options)
-        return rule, loop
-
-    return train
-
-
-def test_a_federation_finds_its_groups_also_vectorized(federation, tmp_path):
-    runs = [federation(10, group_size) for group_size in (None, 4)]
-    for rule, loop in runs:
-        assert rule.clusters() == [[0, 1, 2], [3, 4, 5]]
-        assert [row["clusters"] for row in loop.rows][-1] == 2
-        assert loop.rows[0]["max_norm"] > 0
-    (plain, _), (vectorized, _) = runs
-    torch.testing.assert_close(vectorized.models, plain.models, atol=1e-12, rtol=0)
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 2, generator=random, dtype=torch.float64)
+    y = (x[:, 0] > 0).long()
+    y[60:] = 1 - y[60:]
+    samples = torch.utils.data.TensorDataset(x, y)
+    keys = torch.arange(120).div(20, rounding_mode="floor").tolist()
+    options = {"num_clients": None, "partition": Natural(), "keys": keys, "seed": 1}
+    data = FederatedDataModule(samples, samples, **options)
+    torch.manual_seed(0)
+    net = torch.nn.Linear(2, 2)
+    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.2)).double()
+    rule = ClusteredFL(eps1=0.15, eps2=0.1, warmup=3, min_size=4)
+    loop = FederatedLoop(aggregator=rule, seed=0)
+    fit(module, loop, data, rounds=10, callbacks=[RunReport()])
+    assert rule.clusters() == [[0, 1, 2], [3, 4, 5]]
+    assert [row["clusters"] for row in loop.rows][-1] == 2
+    assert loop.rows[0]["max_norm"] > 0
     assert (tmp_path / "aggregator.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"min_size": 1}, "min_size must be an integer of at least 2, got 1"),
-        ({"linkage": "ward"}, "linkage must be complete or single, got 'ward'"),
-        ({"split_update": "half"}, "split_update must be parts or cluster, got 'half'"),
-        ({"weighting": "n"}, "weighting must be samples or uniform, got 'n'"),
-    ],
-)
-def test_wrong_options(options, words):
-    with pytest.raises(FederationError, match=words):
-        ClusteredFL(**options)
 
 
 @pytest.mark.parametrize("linkage", ["complete", "single"])

@@ -65,8 +65,7 @@ def trained(rule, split=False):
 
 
 def agree(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+    torch.testing.assert_close(list(found), list(expected), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -168,31 +167,9 @@ def test_a_loss_of_zero_does_not_take_everything_over():
     assert rule.compute().tolist() == [2.0]  # falls of 2 and 1
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: FedControl(0.7, 0.5), "sum to at most 1, got 0.7 and 0.5"),
-        (lambda: FedControl(-0.1, 0.5), "alpha must be a finite number of at least 0, got -0.1"),
-        (lambda: FedControl(decay=1.2), r"decay must be a number in \[0, 1\], got 1.2"),
-        (lambda: FedControl(least=0.0), "least must be a finite number greater than 0, got 0.0"),
-        (
-            lambda: FedPIDAvg(cancellation=1.0),
-            r"cancellation must be a number in \[0, 1\), got 1.0",
-        ),
-        (lambda: FedPIDAvg(window=0), "window must be an integer of at least 1, got 0"),
-        (lambda: FedCostWAvg(1.5), r"alpha must be a number in \[0, 1\], got 1.5"),
-    ],
-)
-def test_wrong_options(make, words):
-    with pytest.raises(FederationError, match=words):
-        make()
-
-
-def test_losses_that_were_not_measured():
-    rule = FedControl()
-    rule.start(torch.zeros(1))
-    with pytest.raises(FederationError, match="requires loss_before of the clients"):
-        rule.update(ClientUpdate(torch.tensor([0]), torch.ones(1, 1), torch.ones(1)))
+def test_weights_that_sum_to_more_than_1_are_refused():
+    with pytest.raises(FederationError, match=r"sum to at most 1, got 0\.7 and 0\.5"):
+        FedControl(0.7, 0.5)
 
 
 # --- in a federation ------------------------------------------------------------------------------
@@ -239,13 +216,6 @@ def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, g
             logits = x @ vector[:18].view(3, 6).T + vector[18:]
             expected = torch.nn.functional.cross_entropy(logits, y).item()
             assert found == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_module_without_losses_is_refused_at_once(fit, foreign):
-    with pytest.raises(
-        FederationError, match=r"requires a method federated_losses\(batch\) .*Foreign"
-    ):
-        fit(foreign(), FederatedLoop(aggregator=FedCostWAvg(), buffers="average"))
 
 
 def test_a_client_whose_loss_is_not_finite_is_dropped(fit, data):

@@ -212,50 +212,6 @@ def test_it_is_described_by_all_of_its_options():
     )
 
 
-@pytest.mark.parametrize(
-    ("network", "message"),
-    [
-        (
-            nn.Sequential(
-                nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 3)
-            ),
-            "a convolution with groups=2",
-        ),
-        (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 3, 6), nn.Flatten()), "ends with a Conv2d"),
-        (
-            nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3)),
-            "BatchNorm2d",
-        ),
-        (
-            nn.Sequential(
-                nn.Conv2d(1, 4, 3),
-                nn.LocalResponseNorm(3, alpha=9.0),
-                nn.Flatten(),
-                nn.Linear(144, 3),
-            ),
-            "depends on the order",
-        ),
-    ],
-)
-def test_networks_that_cannot_be_matched(fit, images, network, message):
-    with pytest.raises(FederationError, match=message):
-        fit(
-            ClientModule(network).double(),
-            FederatedLoop(buffers="average", aggregator=FedMA()),
-            images(),
-        )
-
-
-def test_channels_that_are_not_those_of_the_layer_before():
-    with pytest.raises(FederationError, match="each layer must feed the next"):
-        LayerStack(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 9 + 1, 3)))
-
-
-def test_grouped_convolutions_are_refused_as_the_first_layer_too():
-    with pytest.raises(FederationError, match=r"Sequential\.0 is a convolution with groups=2"):
-        LayerStack(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(36, 3)))
-
-
 def test_a_chain_reads_and_writes_other_widths():
     made = LeNet(width=4, hidden=7)
     chain, x = LayerStack(made), torch.rand(2, 1, 28, 28)

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 
 from lightning_fl.aggregators import (
     Downpour,
+    DPFedAvg,
     FedAdagrad,
     FedAdam,
     FedAvg,
@@ -49,8 +50,7 @@ def means(count, seed=0):
 
 
 def close(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("make", [FedOpt, partial(FedAvgM, momentum=0.0)])
@@ -110,13 +110,14 @@ def test_parameters_that_clients_do_not_train_have_no_weight_decay(momentum):
     close([server], [torch.tensor([expected[0], 1.0, 7.0], dtype=torch.float64)])
 
 
-def test_a_frozen_parameter_keeps_its_values(simulate):
+@pytest.mark.parametrize("kind", [FedOpt, partial(DPFedAvg, 1.0)])
+def test_a_frozen_parameter_has_neither_decay_nor_noise(simulate, kind):
     class Freeze(Callback):
         def on_fit_start(self, trainer, pl_module):
             pl_module.net.bias.requires_grad_(False)
 
     made = partial(torch.optim.SGD, lr=1.0, weight_decay=0.1)
-    decayed, _ = simulate(Freeze(), aggregator=FedOpt(made), rounds=2)
+    decayed, _ = simulate(Freeze(), aggregator=kind(optimizer=made), rounds=2)
     plain, _ = simulate(Freeze(), rounds=2)
     assert torch.equal(decayed.net.bias, plain.net.bias)
     assert not torch.equal(decayed.net.weight, plain.net.weight)
@@ -130,13 +131,6 @@ def test_buffers_are_averaged():
     for one, mean, whole in zip(found, plain, momentum, strict=True):
         assert torch.equal(one[:2], whole[:2])
         torch.testing.assert_close(one[2], mean[2], atol=1e-14, rtol=0)
-
-
-def test_wrong_options_are_named_at_once():
-    with pytest.raises(FederationError, match="must be a finite number greater than 0"):
-        FedYogi(lr=-1.0)
-    with pytest.raises(FederationError, match="weighting must be"):
-        FedOpt(weighting="size")
 
 
 def test_a_resumed_run_has_the_options_that_are_given_now():
@@ -233,10 +227,8 @@ def test_what_an_optimiser_is_belongs_to_the_options_of_a_run():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FedAvgM(lr=-1.0), "lr must be a finite number of at least 0, got -1.0"),
         (lambda: FedOpt(partial(torch.optim.SGD, lr=-1.0)), "invalid server optimizer: Invalid"),
         (lambda: FedOpt(torch.optim.LBFGS), "invalid server optimizer: .*closure"),
-        (lambda: FedAdam(tau=0.0), "must be a finite number greater than 0"),
         (
             lambda: FedOpt(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
             "invalid server optimizer: .*metrics",

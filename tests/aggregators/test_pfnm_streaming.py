@@ -12,7 +12,6 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.functional.networks import MatchingOptions, NetworkPosterior, match_networks
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.policies import Schedule
-from lightning_fl.types import FederationError
 
 ALL = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
 
@@ -157,21 +156,6 @@ def test_networks_that_go_on_alone(fit, data):
     fit(module(), FederatedLoop(aggregator=rule), data(stream_steps=3))
     for client, net in enumerate(rule.ends):
         assert torch.equal(rule.module_chain.pack(net), rule.starts[client])
-    with pytest.raises(FederationError, match="restart must be matched or own, got 'new'"):
-        PFNM(restart="new")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fresh": 2.5}, "fresh must be an integer"),
-        ({"fresh": -1}, "fresh must be an integer of at least 0"),
-        ({"noise": float("nan")}, "noise must be"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(FederationError, match=message):
-        StreamingPFNM(**options)
 
 
 def test_a_stream_without_matching(fit, data):

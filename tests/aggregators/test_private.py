@@ -3,7 +3,6 @@
 import csv
 import math
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 from scipy import stats
 
-from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import DPFedAvg, FedAvg, Staged, private
+from lightning_fl import ClientModule
+from lightning_fl.aggregators import DPFedAvg, FedAvg, private
 from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.contracts.context import Federation
 from lightning_fl.functional.privacy import epsilon
@@ -122,12 +121,7 @@ def test_without_noise_and_clipping_it_is_fedavg(simulate):
     one, _ = simulate(aggregator=FedAvg("uniform"))
     rule = DPFedAvg(noise_multiplier=0.0, clip_norm=1e6)
     two, _ = simulate(aggregator=rule)
-    three, _ = simulate(
-        aggregator=DPFedAvg(0.0, 1e6), wrap=lambda m: VectorizedClients(m, group_size=2)
-    )
-    for a, b, c in zip(one.parameters(), two.parameters(), three.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(a, c, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=1e-12, atol=1e-12)
 
 
 def test_the_servers_optimiser_steps_along_the_noisy_mean():
@@ -147,9 +141,10 @@ def test_the_servers_optimiser_steps_along_the_noisy_mean():
 )
 def test_epsilon_in_the_table_is_the_accountants(simulate, sampler, drawn):
     rule = DPFedAvg(noise_multiplier=2.0, delta=1e-3)
-    _, loop = simulate(aggregator=rule, clients_per_round=3, clients=12, sampler=sampler)
+    options = {"clients_per_round": 3, "clients": 12, "sampler": sampler, "rounds": 2}
+    _, loop = simulate(aggregator=rule, **options)
     cohort = Cohort(3, 12, drawn)
-    expected = [epsilon([(2.0, t)], 1e-3, cohort) for t in (1, 2, 3)]
+    expected = [epsilon([(2.0, t)], 1e-3, cohort) for t in (1, 2)]
     assert [row["epsilon"] for row in loop.rows] == expected
     with open(loop.table_path(loop.fit.trainer)) as file:
         written = [float(row["epsilon"]) for row in csv.DictReader(file)]
@@ -167,16 +162,16 @@ def test_a_resumed_run_adds_what_it_spends(simulate, tmp_path):
         return loop, rule
 
     # Other noise is added up; other cohorts cannot be.
-    run("other", 2)
+    run("other", 1)
     last = str(tmp_path / "other" / "last.ckpt")
-    third, rule = run("other", 4, 2.0, ckpt_path=last)
-    assert rule.ledger == [(1.0, 2), (2.0, 2)]
+    third, rule = run("other", 2, 2.0, ckpt_path=last)
+    assert rule.ledger == [(1.0, 1), (2.0, 1)]
     cohort = Cohort(4, 8, "poisson")
-    assert third.rows[-1]["epsilon"] == epsilon([(1.0, 2), (2.0, 2)], 8**-1.1, cohort)
-    run("fixed", 2)
+    assert third.rows[-1]["epsilon"] == epsilon([(1.0, 1), (2.0, 1)], 8**-1.1, cohort)
+    run("fixed", 1)
     last = str(tmp_path / "fixed" / "last.ckpt")
     with pytest.raises(FederationError, match="saved with poisson cohorts of 4 clients, and"):
-        run("fixed", 4, ckpt_path=last, sampler=UniformSampler())
+        run("fixed", 2, ckpt_path=last, sampler=UniformSampler())
 
 
 def test_a_whole_number_of_noise_goes_on_from_a_checkpoint():
@@ -186,8 +181,9 @@ def test_a_whole_number_of_noise_goes_on_from_a_checkpoint():
     assert again.ledger == [(2.0, 1)]
 
 
-def test_rounds_of_nobody_are_rounds(simulate):
+def test_rounds_of_nobody_are_rounds(simulate, monkeypatch):
     """With coins of 1/8 for 8 clients a third of the rounds is empty, and has its noise."""
+    monkeypatch.setattr(private, "epsilon", lambda *_: 1.0)
     rule = DPFedAvg(noise_multiplier=1.0)
     options = {"clients_per_round": 1, "clients": 8, "sampler": PoissonSampler(), "rounds": 12}
     before, moved = [], []
@@ -238,18 +234,6 @@ def test_a_budget_ends_a_run(simulate):
     )
     _, loop = simulate(stop, aggregator=DPFedAvg(2.0), rounds=9)
     assert len(loop.rows) == 5
-
-
-def test_frozen_parameters_have_no_noise_and_no_decay(simulate):
-    class Freeze(Callback):
-        def on_fit_start(self, trainer, pl_module):
-            pl_module.net.bias.requires_grad_(False)
-
-    optimizer = partial(torch.optim.SGD, lr=1.0, weight_decay=0.1)
-    made, _ = simulate(Freeze(), aggregator=DPFedAvg(optimizer=optimizer), rounds=2)
-    plain, _ = simulate(Freeze(), rounds=2)
-    assert torch.equal(made.net.bias, plain.net.bias)
-    assert not torch.equal(made.net.weight, plain.net.weight)
 
 
 def test_buffers_stay_the_servers(fit, foreign):
@@ -311,11 +295,6 @@ def test_what_cannot_be_private_is_refused(simulate, fit, foreign):
         FederationError, match="no privacy accountant supports this sampling of 2 of 4"
     ):
         simulate(aggregator=DPFedAvg(), clients_per_round=2, sampler=RoundRobinSampler())
-    with pytest.raises(FederationError, match="DPFedAvg cannot be a stage"):
-        simulate(aggregator=Staged([2], [FedAvg(), DPFedAvg()]))
-    rule = DPFedAvg()
-    with pytest.raises(FederationError, match="use it in a FederatedLoop, or call its setup"):
-        rule.start(torch.zeros(1))
 
 
 class Stepwise(ClientModule):
@@ -422,21 +401,6 @@ def test_policies_do_not_hear_single_clients(simulate):
     assert heard == [None] * 3
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"noise_multiplier": -1.0},
-            "noise_multiplier must be a finite number of at least 0, got -1.0",
-        ),
-        ({"clip_norm": 0.0}, "clip_norm must be a finite number greater than 0, got 0.0"),
-        ({"delta": 1.0}, r"delta must be a number in \(0, 1\), or None, got 1.0"),
-        ({"quantile": 1.5}, r"quantile must be a number in \[0, 1\], or None, got 1.5"),
-        ({"clip_lr": -1.0}, r"clip_lr must be a number in \(0, 10\], got -1.0"),
-        ({"clip_lr": 11.0}, r"clip_lr must be a number in \(0, 10\], got 11.0: the paper uses 0.2"),
-        ({"quantile": 0.5, "count_noise": 0.5}, "more than half of the noise multiplier 1"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(FederationError, match=message):
-        DPFedAvg(**options)
+def test_a_count_that_costs_all_of_the_noise_is_refused():
+    with pytest.raises(FederationError, match="more than half of the noise multiplier 1"):
+        DPFedAvg(quantile=0.5, count_noise=0.5)

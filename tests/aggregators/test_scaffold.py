@@ -5,16 +5,13 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import FedAvg, Scaffold, Staged
+from lightning_fl.aggregators import FedAvg, Scaffold
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.contracts.context import Federation
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import Quantize
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
 from two_classes import samples
 from written_plainly import (
     LR,
-    Lost,
     Noted,
     Quadratic,
     loss_and_gradient,
@@ -63,8 +60,7 @@ def test_rounds_are_the_algorithm_with_partial_participation(
     fit(module(weight_decay=decay), loop, data, rounds=5)
     models, control, own = plainly(loop, data, option, server_lr, weighting, decay)
     assert len({*map(str, (sorted(batches) for batches in loop.batches))}) > 1
-    for found, expected in zip(loop.models, models, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(loop.models, models, rtol=0, atol=1e-12)
     torch.testing.assert_close(rule.control, control, rtol=0, atol=1e-12)
     for client, rows in loop.store.rows.items():
         torch.testing.assert_close(rows["part.0.control"], own[client], rtol=0, atol=1e-12)
@@ -95,42 +91,7 @@ def test_gradients_are_corrected_where_a_graph_would_make_the_update(fit, monkey
 
     plain = run(lambda m: m)
     graphs = run(lambda m: VectorizedClients(m, 2, compile=True))
-    for found, expected in zip(graphs, plain, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:.*dropped")
-def test_a_dropped_client_keeps_its_control_variate(fit):
-    rule = Scaffold()
-    loop = FederatedLoop(rule, Schedule(num_steps=2), seed=1)
-    fit(module(), loop, samples(), rounds=3, callbacks=[Lost(2)])
-    assert sorted(loop.store.rows) == [0, 1, 3, 4]
-    own = sum(rows["part.0.control"] for rows in loop.store.rows.values())
-    torch.testing.assert_close(rule.control, own / 5, rtol=0, atol=1e-13)
-
-
-@pytest.mark.filterwarnings("ignore:.*dropped", "ignore:.*too few")
-def test_the_control_variate_moves_in_a_round_that_keeps_the_model(fit):
-    rule, made = Scaffold(), module()
-    loop = FederatedLoop(rule, Schedule(num_steps=2), seed=1, min_clients=3)
-    fit(made, loop, samples(), rounds=2, callbacks=[Lost(*range(2, 5))])
-    assert torch.equal(vector(made), vector(module()))
-    own = sum(rows["part.0.control"] for rows in loop.store.rows.values())
-    assert own.abs().sum() > 0
-    torch.testing.assert_close(rule.control, own / 5, rtol=0, atol=1e-13)
-
-
-def test_frozen_parameters_have_no_control_variate(fit):
-    made, rule = module(), Scaffold()
-    made.net.bias.requires_grad_(False)
-    loop = fit(
-        made, FederatedLoop(rule, Schedule(num_steps=2), seed=1, clients_per_round=3), samples()
-    )
-    assert rule.control[:8].abs().sum() > 0
-    assert not rule.control[8:].any()
-    assert not any(rows["part.0.control"][8:].any() for rows in loop.store.rows.values())
-    sent = 2 * 3 * made.net.weight.nbytes  # with the control variates, of three clients
-    assert (loop.rows[0]["bytes_up"], loop.rows[0]["bytes_down"]) == (sent, sent)
+    torch.testing.assert_close(graphs, plain, rtol=0, atol=1e-12)
 
 
 class FreezesTheRest(Callback):
@@ -157,45 +118,19 @@ def test_a_round_may_train_nothing_that_is_sent(fit, blobs, data):
     assert all(torch.equal(first, second) for first, second in zip(*kept, strict=True))
 
 
-def test_it_may_be_one_stage_of_several(fit):
-    """Its control variates rest in the other stage, and go on from where they were."""
-    rule = Staged([1, 1], [Scaffold(), FedAvg("uniform"), Scaffold()])
-    loop = fit(module(), FederatedLoop(rule, Schedule(num_steps=2), seed=1), samples())
-    assert [row["stage"] for row in loop.rows] == [1, 2, 3]
-    for row, part in ((0, 0), (2, 1)):
-        own = torch.stack([rows[f"part.{part}.control"] for rows in loop.store.rows.values()])
-        control = rule.rules[row].control
-        torch.testing.assert_close(control, own.mean(0), rtol=0, atol=1e-13)
-
-
 def test_it_corrects_the_drift_that_fedavg_keeps(fit):
     """Quadratics with different curvature: FedAvg stops beside the optimum, SCAFFOLD reaches it."""
     curvature, optimum = [1.0, 4.0], [-1.0, 2.0]
     best = (-1.0 + 4.0 * 2.0) / (1.0 + 4.0)
 
-    def distance(rule):
+    def distance(rule, rounds):
         made = Quadratic()
         loop = FederatedLoop(rule, Schedule(num_steps=5), seed=0)
-        fit(made, loop, quadratics(curvature, optimum), rounds=60)
+        fit(made, loop, quadratics(curvature, optimum), rounds=rounds)
         return abs(float(made.w.detach()) - best)
 
-    assert distance(FedAvg("uniform")) > 0.1
-    assert distance(Scaffold()) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "match"),
-    [
-        (lambda p: torch.optim.Adam(p), {}, "the optimizer is Adam: choose SGD"),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, r"SGD\(momentum=...\)"),
-        (lambda p: torch.optim.SGD(p, lr=0.1), {"gradient_clip_val": 1.0}, "gradient clipping"),
-    ],
-)
-def test_local_training_that_cannot_be_inverted_is_refused(fit, make, options, match):
-    made = ClientModule(torch.nn.Linear(4, 2), optimizer=make).double()
-    with pytest.raises(FederationError, match=match):
-        fit(made, FederatedLoop(aggregator=Scaffold(), seed=1), samples(), **options)
-    fit(made, FederatedLoop(aggregator=Scaffold("I"), seed=1), samples(), rounds=1, **options)
+    assert distance(FedAvg("uniform"), 15) > 0.1
+    assert distance(Scaffold(), 60) < 1e-6
 
 
 @pytest.mark.parametrize("group_size", [None, 3])
@@ -207,22 +142,3 @@ def test_option_1_corrects_any_optimizer(fit, group_size):
     loop = fit(user, FederatedLoop(rule, Schedule(num_steps=2), seed=1), samples())
     own = torch.stack([rows["part.0.control"] for rows in loop.store.rows.values()])
     torch.testing.assert_close(rule.control, own.mean(0), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    "options", [{"option": "III"}, {"lr": 0.0}, {"lr": float("inf")}, {"weighting": "size"}]
-)
-def test_options_are_checked(options):
-    with pytest.raises(FederationError, match=next(iter(options))):
-        Scaffold(**options)
-
-
-def test_outside_a_loop_it_says_what_it_needs():
-    rule, update = Scaffold(), ClientUpdate(torch.tensor([0]), torch.ones(1, 2), torch.ones(1))
-    rule.start(torch.zeros(2))
-    with pytest.raises(FederationError, match="add control_change to the extras"):
-        rule.update(update)
-    with pytest.raises(FederationError, match="requires the number of clients"):
-        rule.compute()
-    rule.setup(Federation(4, Cohort(1, 4)))
-    assert torch.equal(rule.compute(), torch.zeros(2))

@@ -29,36 +29,14 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
     # Results in papers hang on these numbers.
     assert derive_seed(0) == 7896617691693857887
     assert derive_seed(1, RandomStream.BATCHES, 0, 7) == 7163219226752646882
-    assert {purpose.name: purpose.value for purpose in RandomStream} == {
-        "HOLD_OUT": 0,
-        "PARTITION": 1,
-        "COHORT": 2,
-        "BATCHES": 3,
-        "SAMPLES": 4,
-        "CLIENT": 5,
-        "VALIDATION": 6,
-        "EVALUATION_SAMPLES": 7,
-        "ROUND": 8,
-        "POLICY": 9,
-        "MATCHING": 10,
-        "STRAGGLERS": 11,
-        "CLIENT_LOSS": 12,
-        "GRAPH": 13,
-        "LOCAL_TEST": 14,
-        "PERSONAL": 15,
-        "NEURONS": 16,
-        "ARRIVALS": 17,
-        "POSTERIOR": 18,
-        "DISTILLATION": 19,
-        "TRANSFORM": 20,
-        "FAULTS": 21,
-        "ATTACKERS": 22,
-        "SPEEDS": 23,
-        "NOISE": 24,
-        "BACKDOOR": 25,
-        "RANKS": 26,
-        "AUGMENTATION": 27,
-    }
+    names = (
+        "HOLD_OUT PARTITION COHORT BATCHES SAMPLES CLIENT VALIDATION EVALUATION_SAMPLES ROUND"
+        " POLICY MATCHING STRAGGLERS CLIENT_LOSS GRAPH LOCAL_TEST PERSONAL NEURONS ARRIVALS"
+        " POSTERIOR DISTILLATION TRANSFORM FAULTS ATTACKERS SPEEDS NOISE BACKDOOR RANKS"
+        " AUGMENTATION"
+    )
+    assert [stream.name for stream in RandomStream] == names.split()
+    assert [stream.value for stream in RandomStream] == list(range(28))
 
 
 def test_every_key_has_a_seed_of_its_own():

@@ -9,7 +9,6 @@ from torch import nn
 
 import extras
 from lightning_fl import ClientModule
-from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import TopicText
 from lightning_fl.models import LoRA, TextTransformer
@@ -57,18 +56,13 @@ def test_adapters_and_named_parameters_are_trained():
 
 def test_the_start_is_that_of_the_network_and_repeats():
     x = torch.randint(1, 40, (3, 8))
-    torch.manual_seed(7)
     net, plain = adapted(alpha=16), text()
     torch.testing.assert_close(net(x), plain(x))
-    before = torch.random.get_rng_state()
     one, other = adapted(), adapted(seed=1)
     for (name, p), q in zip(net.named_parameters(), one.parameters(), strict=True):
         assert torch.equal(p, q), name
     (a,) = [n for n in trained(one) if "0.query.lora_A" in n]
     assert not torch.equal(trained(one)[a], trained(other)[a])
-    torch.manual_seed(0)
-    TextTransformer(**SIZES)
-    assert not torch.equal(before, torch.zeros_like(before))
 
 
 def test_the_scaling_is_alpha_divided_by_the_rank():
@@ -107,21 +101,6 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch):
 # --- in a federation ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run(trainer):
-    def run(aggregator, rounds=2, **options):
-        module = ClientModule(
-            adapted(**options),
-            optimizer=lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=0.5),
-        ).double()
-        data = TopicText(3, 40, 8, 120, 30, num_clients=4, batch_size=8)
-        loop = FederatedLoop(aggregator, Schedule(num_steps=3), seed=1)
-        trainer(loop, rounds).fit(module, datamodule=data)
-        return module, loop
-
-    return run
-
-
 def test_four_bytes_are_sent_per_trained_parameter(trainer):
     sizes = {}
     for freeze_a in (False, True):
@@ -135,8 +114,12 @@ def test_four_bytes_are_sent_per_trained_parameter(trainer):
     assert sizes[False] - sizes[True] == 4 * 2 * 8, "half of the adapters' parameters"
 
 
-def test_ffa_lora_averages_products_exactly(run):
-    module, loop = run(FedAvg(), rounds=1, freeze_a=True)
+def test_ffa_lora_averages_products_exactly(trainer):
+    sgd = lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=0.5)  # noqa: E731
+    module = ClientModule(adapted(freeze_a=True), optimizer=sgd).double()
+    data = TopicText(3, 40, 8, 120, 30, num_clients=4, batch_size=8)
+    loop = FederatedLoop(policy=Schedule(num_steps=3), seed=1)
+    trainer(loop, 1).fit(module, datamodule=data)
     start = adapted(freeze_a=True)
     for name, p in module.net.named_parameters():
         if "lora_A" in name:

@@ -100,8 +100,6 @@ def test_limits(run):
     assert loop.store.get(client)["buffer.terms.0.weight"] == 1
 
 
-def test_refusals(run, fit, data):
-    with pytest.raises(FederationError, match="alpha"):
-        APFL(1.5)
+def test_clipping_of_the_joint_norm_is_refused(fit, data):
     with pytest.raises(FederationError, match="joint norm"):
         fit(module(APFL()), datamodule=data(), gradient_clip_val=1.0)

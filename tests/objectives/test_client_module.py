@@ -177,20 +177,15 @@ def test_a_terms_parameters_are_trained_and_averaged_and_saved(fit, module, data
 
 
 @pytest.mark.parametrize("terms", [[], [Proximal(mu=0.5)]])
-def test_no_copy_of_the_server_is_kept_after_a_federation(fit, module, terms):
-    made = module(terms=terms)
-    fit(made, rounds=1)
-    assert made.federated_global_parameters == ({} if terms else None)
-
-
-@pytest.mark.parametrize("terms", [[], [Proximal(mu=0.5)]])
-def test_a_copy_of_the_beginning_is_kept_for_terms_only(fit, module, terms):
+def test_a_copy_of_the_beginning_is_kept_for_terms_only_and_not_after_the_fit(fit, module, terms):
     class Looks(ClientModule):
         def training_step(self, batch, batch_idx):
             assert bool(self.federated_global_parameters) == bool(terms)
             return super().training_step(batch, batch_idx)
 
-    fit(module(Looks, terms=terms), rounds=1)
+    made = module(Looks, terms=terms)
+    fit(made, rounds=1)
+    assert made.federated_global_parameters == ({} if terms else None)
 
 
 def test_weights_of_samples_make_a_weighted_mean(module, blobs):

@@ -110,8 +110,6 @@ def test_no_batch_of_one_sample_is_left_for_the_adaptation(fit, data):
     assert all(0 <= row["kept"] <= 1 for row in scores.rows)
 
 
-def test_refusals(fit, data):
-    with pytest.raises(FederationError, match="inner_lr"):
-        PerFedAvg(network(False), -1.0)
+def test_a_batch_that_cannot_be_divided_is_refused(fit, data):
     with pytest.raises(FederationError, match="into 3 parts, but client 0 has a batch of 2"):
         fit(module(hessian=True, batchnorm=False), datamodule=data(batch_size=7))

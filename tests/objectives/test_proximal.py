@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from lightning_fl.functional import proximal_penalty
 from lightning_fl.objectives import ModelView, Proximal
-from lightning_fl.types import FederationError
 
 
 def sides(own, fixed):
@@ -29,9 +29,39 @@ def test_it_has_nothing_to_learn_or_to_save():
     assert list(Proximal(mu=1.0).parameters()) == []
 
 
-@pytest.mark.parametrize("mu", [-0.1, float("nan"), float("inf")])
-def test_a_mu_out_of_range_is_refused(mu):
-    with pytest.raises(
-        FederationError, match=f"mu must be a finite number of at least 0, got {mu}"
-    ):
-        Proximal(mu=mu)
+def test_a_complex_number_is_two_real_ones():
+    w = torch.tensor([3 + 1j], dtype=torch.complex128, requires_grad=True)
+    penalty = proximal_penalty([w], [torch.tensor([1 + 2j])], mu=0.5)
+    penalty.backward()
+    assert penalty.item() == 0.5 / 2 * (4 + 1)
+    assert w.grad.item() == 0.5 * (2 - 1j)
+
+
+def test_the_gradient_is_mu_times_the_distance():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 2), (4,), ()]
+    params, anchor = (
+        [
+            torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True)
+            for s in shapes
+        ]
+        for _ in range(2)
+    )
+    proximal_penalty(params, [w.detach() for w in anchor], mu=0.3).backward()
+    for w, w_t in zip(params, anchor, strict=True):
+        torch.testing.assert_close(w.grad, 0.3 * (w - w_t).detach(), atol=1e-15, rtol=0)
+        assert w_t.grad is None
+
+
+def test_without_mu_or_distance_there_is_no_penalty():
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert proximal_penalty([w], [torch.zeros(2)], mu=0.0).item() == 0
+    penalty = proximal_penalty([w], [w.detach()], mu=5.0)
+    penalty.backward()
+    assert penalty.item() == 0
+    assert w.grad.tolist() == [0, 0]
+
+
+def test_another_number_of_tensors_is_an_error():
+    with pytest.raises(ValueError, match="zip"):
+        proximal_penalty([torch.ones(1)], [torch.ones(1), torch.ones(1)], mu=1.0)

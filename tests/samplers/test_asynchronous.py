@@ -6,7 +6,7 @@ import torch
 from lightning_fl.aggregators import FedBuff
 from lightning_fl.callbacks import ClientFaults
 from lightning_fl.contracts.context import Federation
-from lightning_fl.policies import DiscreteGaussianReinforce, HyperparameterPolicy, Schedule
+from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.samplers import AsynchronousSampler
 from lightning_fl.types import Cohort, FederationError
 
@@ -92,10 +92,6 @@ class InPairs(HyperparameterPolicy):
         (
             {"text": TRACE, "policy": Changing(), "rounds": 8},
             r"Changing changes the number of local steps \(client ., round 5\)",
-        ),
-        (
-            {"text": TRACE, "policy": DiscreteGaussianReinforce()},
-            "DiscreteGaussianReinforce changes the number of local steps",
         ),
     ],
 )

@@ -156,21 +156,9 @@ def test_personal_evaluation_is_not_disturbed(fit, data):
     assert "personal/mean" in loop.rows[-1]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TopK(0.0), r"fraction must be a number in \(0, 1\], got 0.0"),
-        (lambda: Quantize(0), r"bits must be an integer in \[1, 16\], got 0"),
-        (lambda: Quantize(2.5), "bits must be an integer"),
-        (
-            lambda: FederatedLoop(update_transforms=[TopK]),
-            r"each of update_transforms must be a UpdateTransform.* write TopK\(\)",
-        ),
-    ],
-)
-def test_bad_options(make, message):
-    with pytest.raises(FederationError, match=message):
-        make()
+def test_a_class_instead_of_a_transform_is_refused():
+    with pytest.raises(FederationError, match=r"each of update_transforms .* write TopK\(\)"):
+        FederatedLoop(update_transforms=[TopK])
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 12)])
