@@ -89,7 +89,7 @@ def check_file(path: str) -> None:
     Raises:
         FederationError: If it is not, or if a key stands twice, of which YAML would keep the last.
     """
-    with error_context(f"config {path} cannot be read", ValueError, yaml.YAMLError):
+    with error_context(f"config {path} cannot be read", ValueError, yaml.YAMLError, RecursionError):
         if yaml.load(read_text(path), _UniqueKeys) is None:
             raise FederationError("it is empty")
 

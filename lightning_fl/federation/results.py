@@ -26,6 +26,7 @@ class Results:
         num_samples: Total number of training samples of the clients with a used update.
         most_steps: Maximum number of local steps of a client.
         optimizer_steps: Optimizer steps of that client; fewer if it has skipped steps.
+        cause: Sentences on an update with non-finite values.
     """
 
     counters: Tensor
@@ -36,6 +37,7 @@ class Results:
     num_samples: int = 0
     most_steps: int = 0
     optimizer_steps: int = 0
+    cause: str = ""
 
     @classmethod
     def merged(cls, every: Sequence[Results], device: torch.device) -> Results:
@@ -56,6 +58,7 @@ class Results:
             sum(each.num_samples for each in every),
             longest.most_steps,
             longest.optimizer_steps,
+            next((each.cause for each in every if each.cause), ""),
         )
 
 
