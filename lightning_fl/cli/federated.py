@@ -34,7 +34,15 @@ from lightning_fl.callbacks.checkpoint import read_checkpoint
 from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.cli import INTERRUPTED, NOT_TRAINED, TERMINATED, fail
 from lightning_fl.cli.arguments import short_path, with_configs
-from lightning_fl.cli.parser import PARSER, PARTS, Parser, check_file, describe
+from lightning_fl.cli.parser import (
+    PARSER,
+    PARTS,
+    Parser,
+    check_file,
+    describe,
+    one_cause,
+    refuse_call,
+)
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.dropped import is_unusable
@@ -144,7 +152,9 @@ class FederatedCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments, and check the configurations."""
         parser.usage = "lightning-fl COMMAND --config FILE [options]"
-        for path in (word.rpartition("=")[2] for word in args):
+        for word in args:
+            refuse_call(word)
+            path = word.rpartition("=")[2]
             if path.endswith((".yaml", ".yml")) and Path(path).is_file():
                 check_file(path)
         if args and args[0] in self._subcommand_parsers:
@@ -160,9 +170,11 @@ class FederatedCLI(LightningCLI):
         """Raise an error for the last name of an option alone, such as ``--max_epochs``."""
         options = [option for action in parser._actions for option in action.option_strings]
         for name in (word.partition("=")[0] for word in args if word.startswith("--")):
+            if "." in name or name in options:
+                continue
             whole = [option for option in options if option.endswith(f".{name[2:]}")]
-            if whole and name not in options:
-                raise FederationError(f"{name} is not an option: use {' or '.join(whole)}")
+            whole = whole or ["its whole name, such as --federation.policy.init_args.lr"]
+            raise FederationError(f"{name} is not an option: use {' or '.join(whole)}")
 
     def before_instantiate_classes(self) -> None:
         """Set the number of threads."""
@@ -400,9 +412,6 @@ def start(cli: Callable[..., _CLI], words: Sequence[str]) -> _CLI:
             args=with_configs(words),
         )
     except (MisconfigurationException, ValueError) as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, FederationError):
-            cause = cause.__cause__  # jsonargparse's message is longer
-        raise FederationError(str(cause or error)) from error
+        raise FederationError(one_cause(error)) from error  # jsonargparse's message is longer
     finally:
         sys.argv = before

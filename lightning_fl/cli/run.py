@@ -15,6 +15,7 @@ from lightning_fl.cli.arguments import OF_TRAINER, named_runs, short_path
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.report import report
 
+
 def run(asked: Namespace, options: Sequence[str]) -> None:
     """Run a command. Configuration errors print a message without a traceback.
 

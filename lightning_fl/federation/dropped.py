@@ -230,7 +230,9 @@ def describe_non_finite(
     begin = "is finite" if at == len(steps) else f"is not finite from local step {at + 1} on"
     samples = (part for batch in batches for part in tree_leaves(batch) if isinstance(part, Tensor))
     are = "are" if all(part.isfinite().all() for part in samples) else "are not all"
-    return f"{text}The loss of client {client} {begin} ({known}). Its training samples {are} finite. "
+    return (
+        f"{text}The loss of client {client} {begin} ({known}). Its training samples {are} finite. "
+    )
 
 
 def describe_causes(rows: Sequence[Mapping[str, Any]]) -> str:

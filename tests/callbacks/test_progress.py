@@ -203,7 +203,9 @@ def test_a_line_in_a_terminal_moves_with_rounds_and_clients(run, terminal):
     inside = [line for line in progress.drawn if "client" in line]
     for round in (1, 2):
         for client in range(1, 5):
-            assert any(line.startswith(f"round {round}/2 · {client} of 4 clients done") for line in inside)
+            assert any(
+                line.startswith(f"round {round}/2 · {client} of 4 clients done") for line in inside
+            )
     accuracy = f"val_acc {loop.rows[0]['val_acc']:.4g}"
     assert not any(accuracy in line for line in inside if "round 1/2 · 1 of" in line)
     assert all(accuracy in line for line in inside if "round 2/2 · 1 of" in line)
