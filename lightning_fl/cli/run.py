@@ -25,6 +25,8 @@ def run(asked: Namespace, options: Sequence[str]) -> None:
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It says at the first compilation that there is no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     warnings.formatwarning = _warning
     # Raised by Lightning with torch 2.14.
     warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")

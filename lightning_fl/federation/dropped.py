@@ -215,7 +215,7 @@ def describe_non_finite(
         >>> text = describe_non_finite(3, {"w": infinite}, steps, [finite])
         >>> print(text.replace(". ", "\n"), end="")
         Non-finite values are in w
-        The loss of client 3 is not finite from local step 2 on (5 in step 1)
+        The loss of client 3 is not finite from local step 2 on (5 in local step 1)
         Its training samples are finite
     """
     names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
@@ -226,13 +226,13 @@ def describe_non_finite(
     before = max(at - 1, 0)
     size = {name: float(part.abs().nan_to_num(torch.inf)) for name, part in steps[before].items()}
     most = f", most of it {max(list(size)[1:], key=size.__getitem__)}" if len(size) > 1 else ""
-    known = f"{float(steps[before]['loss']):.3g} in step {before + 1}{most}"
-    begin = "is finite" if at == len(steps) else f"is not finite from local step {at + 1} on"
+    known = f"{float(steps[before]['loss']):.3g} in local step {before + 1}{most}"
+    loss = f"was {known}"
+    if at < len(steps):
+        loss = f"is not finite from local step {at + 1} on ({known})"
     samples = (part for batch in batches for part in tree_leaves(batch) if isinstance(part, Tensor))
     are = "are" if all(part.isfinite().all() for part in samples) else "are not all"
-    return (
-        f"{text}The loss of client {client} {begin} ({known}). Its training samples {are} finite. "
-    )
+    return f"{text}The loss of client {client} {loss}. Its training samples {are} finite. "
 
 
 def describe_causes(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -264,7 +264,7 @@ def test_without_a_last_round_the_bar_has_no_end(run, terminal):
     stop = EarlyStopping("val_loss", patience=1, min_delta=99)
     run(progress, rounds=-1, callbacks=[stop])
     assert progress._bar.tasks[0].total is None
-    assert "round 2 · client 1/4" in terminal.getvalue()
+    assert "round 2 · 1 of 4 clients done" in terminal.getvalue()
 
 
 class Break(ClientModule):
