@@ -30,7 +30,6 @@ from lightning_fl.callbacks import (
     RoundProgress,
     RunReport,
 )
-from lightning_fl.callbacks.checkpoint import read_checkpoint
 from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.cli import INTERRUPTED, NOT_TRAINED, TERMINATED, fail
 from lightning_fl.cli.arguments import short_path, with_configs
@@ -219,15 +218,6 @@ class FederatedCLI(LightningCLI):
                 )
             if path.parent in runs:
                 self.run_folder = path.parent
-        self.checkpoint_round: int | None = None
-        if (file := config.ckpt_path) is not None and config.weights_only is not False:
-            checkpoint = read_checkpoint(  # memory-mapped: tensors are not read
-                file,
-                lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=True),
-                in_full=False,
-            )
-            state = checkpoint.get("callbacks", {}).get(FederatedLoop.__qualname__, {})
-            self.checkpoint_round = state.get("round")
 
     def _run_of_config(self, config: Any) -> Path | None:
         """Return the folder of a run if its own ``config.yaml`` is a config of the command."""
@@ -316,17 +306,17 @@ class FederatedCLI(LightningCLI):
                 code = TERMINATED if isinstance(end, SIGTERMException) else INTERRUPTED
                 raise SystemExit(code) from end
             raise
-        if (self.checkpoint_round or 0) >= (self.trainer.max_epochs or -1) > 0:
+        loop: FederatedLoop = self._get(self.config_init, "federation")
+        if not loop.fit.has_begun:
             self._say(
-                f"Nothing to train: the checkpoint is of round {self.checkpoint_round}; increase"
+                f"Nothing to train: the checkpoint is of round {loop.round}; increase"
                 f" --trainer.max_epochs ({self.trainer.max_epochs}) to continue"
             )
         self._say(f"Written to {short_path(self.run_folder)}")
-        rows = self._get(self.config_init, "federation").rows
-        if rows and all(map(is_unusable, rows)):
+        if loop.rows and all(map(is_unusable, loop.rows)):
             fail(
-                f"no update was usable in all {len(rows)} rounds, so the model has learned nothing:"
-                " see the first warning for the cause",
+                f"no update was usable in all {loop.round} rounds, so the model has learned"
+                " nothing: see the first warning for the cause",
                 NOT_TRAINED,
             )
 
@@ -352,7 +342,7 @@ class FederatedCLI(LightningCLI):
         found = {
             "format": TEST_FORMAT,
             "checkpoint": used.name,
-            "round": self.checkpoint_round,
+            "round": self._get(self.config_init, "federation").round or None,
             # JSON has no NaN.
             "metrics": {
                 name: value if math.isfinite(value) else None

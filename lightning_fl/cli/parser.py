@@ -10,28 +10,15 @@ import yaml
 from jsonargparse import DefaultHelpFormatter
 from lightning.pytorch.cli import LightningArgumentParser
 
-import lightning_fl.optimizers  # noqa: F401
-from lightning_fl import (
-    aggregators,
-    callbacks,
-    datamodules,
-    models,
-    objectives,
-    partition,
-    policies,
-    samplers,
-    transforms,
-)
+# Every class that a config may name by its short name has to be imported.
+import lightning_fl.models
+import lightning_fl.optimizers
+import lightning_fl.transforms
 from lightning_fl.cli import fail
 from lightning_fl.cli.arguments import COMMANDS, WITH_FIT
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, read_text
 
-#: Packages of the classes that a configuration may name by their short name.
-PACKAGES = (
-    *(aggregators, callbacks, datamodules, models, objectives, partition, policies, samplers),
-    transforms,
-)
 #: Parts of a configuration that are no class of the user's choice.
 PARTS = ("trainer", "federation", "checkpoint")
 FIT = f"""{COMMANDS["fit"]} The options that most runs set:
@@ -54,10 +41,10 @@ class _Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
 
 
 def one_cause(error: BaseException) -> str:
-    """Return one line of an error and its causes: where it is, and the innermost cause.
+    r"""Return one line of an error and its causes: where it is, and the innermost cause.
 
     Example:
-        >>> error = ValueError("key 'a':\\n  none of two types\\n  ...")
+        >>> error = ValueError("key 'a':\n  none of two types\n  ...")
         >>> error.__cause__ = TypeError("is missing")
         >>> one_cause(error)
         "key 'a': is missing"
@@ -80,7 +67,9 @@ class Parser(LightningArgumentParser):
         """End with one line: the option, and the innermost cause."""
         if not self.exit_on_error:  # of a class, which another type of an option may accept
             super().error(message, ex)
-        fail(message if ex is None else one_cause(ex))
+        if ex is None or ex.__cause__ is None:
+            fail(f"{message}; usage: {self.usage}")
+        fail(one_cause(ex))
 
     def format_help(self, formatter: HelpFormatter | None = None) -> str:
         """Return the help: only that of ``fit`` has the options of a configuration."""
@@ -145,10 +134,9 @@ def refuse_call(text: str) -> None:
         text: Argument of the command line, or line of a configuration.
     """
     found = re.search(r"(?:^|[:=])\s*([A-Z]\w+)\(.*\)$", text)
-    if found and any(hasattr(module, found[1]) for module in PACKAGES):
-        raise FederationError(
-            f"{found[0].lstrip(':= ')} is Python: write {{class_path: {found[1]}, init_args: {{...}}}}"
-        )
+    if found and any(hasattr(package, found[1]) for package in vars(lightning_fl).values()):
+        call, name = found[0].lstrip(":= "), found[1]
+        raise FederationError(f"{call} is Python: write {{class_path: {name}, init_args: {{...}}}}")
 
 
 class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types

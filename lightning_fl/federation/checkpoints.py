@@ -268,8 +268,8 @@ class Resume:
         exchanged = {*runner.shared, *runner.shared_buffers, *runner.named_counters} - frozen
         if missing := exchanged - {*checkpoint["state_dict"], *unsaved_values(module)}:
             raise FederationError(
-                f"it leaves out {min(missing)}, which clients exchange: save the whole state_dict of"
-                f" {type(module).__name__}"
+                f"it leaves out {min(missing)}, which clients exchange: save the whole state_dict"
+                f" of {type(module).__name__}"
             )
         # Load again, as Lightning loads before the precision plugin converts the module.
         with error_context("its model is of another network", RuntimeError):
@@ -384,17 +384,11 @@ def load_unsaved(module: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _shapes(policy: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of the saved buffers of a policy, without parts that resize their own."""
-    resizing = [
-        f"{path}." * bool(path)
-        for path, part in policy.named_modules()
-        if overrides(part, "_load_from_state_dict", nn.Module)
-    ]
-    return {
-        name: value.shape
-        for name, value in policy.state_dict().items()
-        if isinstance(value, Tensor) and not name.startswith(tuple(resizing))
-    }
+    """Return the shapes of the saved buffers of a policy; none of one that resizes its own."""
+    if any(overrides(part, "_load_from_state_dict", nn.Module) for part in policy.modules()):
+        return {}
+    saved = policy.state_dict().items()
+    return {name: value.shape for name, value in saved if isinstance(value, Tensor)}
 
 
 def _flags(module: nn.Module) -> list[tuple[Any, str]]:

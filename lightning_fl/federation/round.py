@@ -324,7 +324,8 @@ class Round:
         finite = is_finite(delta, beside)
         for client in clients[~finite].tolist():
             dropped.setdefault(client, "non_finite")
-        if not finite.all() and "dropped" not in fit.warnings.given and fit.runner.trains_here:
+        is_first = not self.results.cause and "dropped" not in fit.warnings.given
+        if not finite.all() and is_first and fit.runner.trains_here:
             row = int(finite.logical_not().nonzero()[0])
             parts = {n: t[row] for n, t in {**fit.runner.layout.split(delta), **beside}.items()}
             client, steps = int(clients[row]), self._losses or [{"loss": self._reported[row]}]

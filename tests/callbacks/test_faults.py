@@ -98,8 +98,8 @@ def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, wra
     assert messages == [
         "round 1: dropped 2 of 4 client updates: client 2 (dropped out), client 0 (non-finite"
         " values). Non-finite values are in net.weight, net.bias. The loss of client 0 was 1 in"
-        " local step 2. Its training samples are finite. Later rounds are summarized at the end of the"
-        " fit",
+        " local step 2. Its training samples are finite. Later rounds are summarized at the end of"
+        " the fit",
         "dropped 4 of 12 client updates in 3 of 3 rounds (dropped out: 1, crashed: 1, too late: 1,"
         " non-finite values: 1): dropped_clients in the table of rounds names them",
     ]
