@@ -86,6 +86,7 @@ def read_checkpoint(
         FederationError: If the file is damaged, is no checkpoint, or holds more than data.
     """
     is_local, objects = "://" not in os.fspath(path), ""
+    checkpoint: Any = None
     # torch.load may raise any exception
     with error_context(f"{path} is damaged, or not a checkpoint", Exception):
         if in_full and is_local:
@@ -94,9 +95,9 @@ def read_checkpoint(
             checkpoint = load()
         except pickle.UnpicklingError:
             names = get_unsafe_globals_in_checkpoint(path) if is_local else ()
-            checkpoint, objects = None, ", ".join(sorted(names)) or "objects"
-        is_checkpoint = isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint
-        if not objects and not is_checkpoint:
+            objects = ", ".join(sorted(names)) or "objects"
+        is_dict = isinstance(checkpoint, dict)
+        if not objects and not (is_dict and "pytorch-lightning_version" in checkpoint):
             raise FederationError(
                 "it is a torch file, but not a checkpoint of Lightning: choose one of a fit"
             )
@@ -106,7 +107,7 @@ def read_checkpoint(
             " weights_only=False to Trainer.fit (lightning-fl fit --weights_only=false), which lets"
             " it run code"
         )
-    return checkpoint
+    return dict(checkpoint)
 
 
 class RoundCheckpoint(ModelCheckpoint):

@@ -101,6 +101,7 @@ class FederatedCLI(LightningCLI):
     ``config.yaml`` in the folder of a run, they take that run instead of the newest.
     """
 
+    run_folder: Path
     _has_created = False
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -111,7 +111,9 @@ def describe(parser: LightningArgumentParser, command: str) -> None:
     parser.description = FIT if command == "fit" else f"{COMMANDS[command]} {WITH_FIT}"
     for action in parser._actions:
         action.help = HELP.get(action.dest, action.help)
-    parser._action_groups.sort(key=lambda group: group is not parser.groups["federation"])
+    named: Any = parser.groups
+    groups: Any = parser._action_groups
+    groups.sort(key=lambda group: group is not named["federation"])
 
 
 def check_file(path: str) -> None:
