@@ -8,7 +8,7 @@ from lightning_fl.callbacks.checkpoint import (
 from lightning_fl.callbacks.faults import ClientFaults, OnUpdates
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
-from lightning_fl.callbacks.progress import LayerSummary, RoundProgress
+from lightning_fl.callbacks.progress import RoundProgress
 from lightning_fl.callbacks.report import RunReport
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "DataAttack",
     "FederatedLoop",
     "LabelFlip",
-    "LayerSummary",
     "OnUpdates",
     "PersonalizedEvaluation",
     "RoundCheckpoint",

@@ -16,7 +16,11 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.serialization import (
+    get_crc32_options,
+    get_unsafe_globals_in_checkpoint,
+    set_crc32_options,
+)
 
 from lightning_fl.errors import FederationError
 from lightning_fl.files import FolderLock, check_sums, error_context, one_line, write_atomically
@@ -81,26 +85,29 @@ def read_checkpoint(
     Raises:
         FederationError: If the file is damaged, is no checkpoint, or holds more than data.
     """
+    is_local, objects = "://" not in os.fspath(path), ""
+    checkpoint: Any = None
     # torch.load may raise any exception
     with error_context(f"{path} is damaged, or not a checkpoint", Exception):
-        if in_full and "://" not in os.fspath(path):
+        if in_full and is_local:
             check_sums(path)
         try:
             checkpoint = load()
-        except pickle.UnpicklingError as error:
-            # Only the cause, as torch's advice is to run the code in the file.
-            cause = next((line for line in str(error).splitlines() if "nsupported" in line), error)
-            what = str(cause).rpartition("WeightsUnpickler error: ")[2].partition(". ")[0]
-            raise FederationError(
-                f"it holds more than data: {one_line(what)}. If you trust its source, pass"
-                " weights_only=False to Trainer.fit (lightning-fl fit --weights_only=false), which"
-                " lets it run code"
-            ) from error
-        if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
+        except pickle.UnpicklingError:
+            names = get_unsafe_globals_in_checkpoint(path) if is_local else ()
+            objects = ", ".join(sorted(names)) or "objects"
+        is_dict = isinstance(checkpoint, dict)
+        if not objects and not (is_dict and "pytorch-lightning_version" in checkpoint):
             raise FederationError(
                 "it is a torch file, but not a checkpoint of Lightning: choose one of a fit"
             )
-    return checkpoint
+    if objects:
+        raise FederationError(
+            f"{path} holds more than data: {one_line(objects)}. If you trust its source, pass"
+            " weights_only=False to Trainer.fit (lightning-fl fit --weights_only=false), which lets"
+            " it run code"
+        )
+    return dict(checkpoint)
 
 
 class RoundCheckpoint(ModelCheckpoint):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +14,11 @@ from torch import Tensor
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError
-from lightning_fl.files import is_index, read_cells, short_repr, write_atomically
+from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
 from lightning_fl.samplers.durations import HasDurations, SimulatedDurations
 
-#: Faults of a client in a round. The server drops the update for all of them but ``blowup``.
-FAULTS = ("dropout", "crash", "nan", "late", "blowup")
 #: Cause under which the table of rounds counts a client whose update does not arrive in time.
 CAUSE_OF = {"dropout": "dropped_out", "crash": "crashed", "late": "late"}
 #: Magnitude of the entries of an update with the fault ``blowup``.
@@ -59,7 +56,7 @@ class OnUpdates(Callback, ABC):
 
 
 class ClientFaults(OnUpdates, HasDurations):
-    r"""Simulate client faults, at random or from a trace, and the duration of rounds.
+    r"""Simulate client faults at random, and the duration of rounds.
 
     A client has at most one fault per round:
 
@@ -72,8 +69,9 @@ class ClientFaults(OnUpdates, HasDurations):
     The loop drops the updates of all faults but ``blowup`` and counts them in the columns
     ``dropped_out``, ``crashed``, ``late`` and ``non_finite`` of the table of rounds.
 
-    Faults depend on (run seed, round, client) only. They are written to ``faults.csv`` beside the
-    table of rounds, in the format of ``trace``.
+    Faults depend on (run seed, round, client) only, so they are the same with another aggregator.
+    They are written to ``faults.csv`` beside the table of rounds. For faults of your own, override
+    :meth:`fault_of`.
 
     On the virtual clock, a round takes client :math:`i`
     :math:`f_i (n_i s + \frac{\text{bytes}}{b})` seconds, where :math:`n_i` is the number of local
@@ -94,8 +92,6 @@ class ClientFaults(OnUpdates, HasDurations):
         blowup: Probability that the update of a sampled client has very large entries.
         straggler: Probability that a client is slow in a round, independent of its faults.
         straggler_factor: Factor by which a straggler is slower.
-        trace: Path of a CSV file with the columns ``round`` (from 1), ``client`` and ``fault``. If
-            given, these faults are replayed instead of random faults.
         step_seconds: Duration :math:`s` of a local step in seconds of virtual time. A deadline is
             compared with it, not with the time that the step takes here.
         bandwidth: Bandwidth :math:`b` of a client in bytes per second.
@@ -105,8 +101,8 @@ class ClientFaults(OnUpdates, HasDurations):
         name: Name of the file of faults; None writes no file.
 
     Raises:
-        FederationError: If an option is out of range, or the trace cannot be read; at the start of
-            a fit, if rounds are asynchronous and there is a deadline.
+        FederationError: If an option is out of range; at the start of a fit, if rounds are
+            asynchronous and there is a deadline.
 
     Example:
         >>> faults = ClientFaults(dropout=0.2, straggler=0.1, deadline=60.0)
@@ -122,7 +118,6 @@ class ClientFaults(OnUpdates, HasDurations):
         blowup: float = 0.0,
         straggler: float = 0.0,
         straggler_factor: float = 10.0,
-        trace: str | Path | None = None,
         step_seconds: float = 0.01,
         bandwidth: float = 1e6,
         speed_sigma: float = 0.0,
@@ -142,7 +137,6 @@ class ClientFaults(OnUpdates, HasDurations):
             straggler, straggler_factor, step_seconds, bandwidth, speed_sigma
         )
         self.deadline = check_number("deadline", deadline, above=0, max=math.inf, optional=True)
-        self.trace = None if trace is None else read_trace(trace)
         #: Faults so far: round (from 1), client, fault.
         self.happened: list[tuple[int, int, str]] = []
         #: Virtual duration of all rounds so far, in seconds.
@@ -151,14 +145,12 @@ class ClientFaults(OnUpdates, HasDurations):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that asynchronous rounds have no deadline."""
         super().setup(trainer, pl_module, stage)
-        if stage != "fit" or not self._loop.options.sampler.is_asynchronous:
+        if stage != "fit" or self.deadline is None:
             return
-        if self.deadline is not None or "late" in (self.trace or {}).values():
-            option = "the fault late in trace" if self.deadline is None else "deadline"
+        if (sampler := self._loop.options.sampler).is_asynchronous:
             raise FederationError(
-                f"{option} has no meaning in asynchronous rounds, in which the server waits for no"
-                " client: remove it, or use another sampler than"
-                f" {type(self._loop.options.sampler).__name__}"
+                "deadline has no meaning in asynchronous rounds, in which the server waits for no"
+                f" client: remove it, or use another sampler than {type(sampler).__name__}"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,8 +166,6 @@ class ClientFaults(OnUpdates, HasDurations):
             round: Index of the round, from 0.
             client: Id of the client.
         """
-        if self.trace is not None:
-            return self.trace.get((round + 1, client))
         draw = float(torch.rand((), generator=generator(seed, RandomStream.FAULTS, round, client)))
         for fault, rate in self.rates.items():
             if draw < rate:
@@ -263,36 +253,3 @@ class ClientFaults(OnUpdates, HasDurations):
         """Restore the faults and the virtual time."""
         self.happened = [(r, c, f) for r, c, f in state_dict["happened"]]
         self.virtual_time = state_dict["virtual_time"]
-
-
-def read_trace(path: str | Path) -> dict[tuple[int, int], str]:
-    """Read a trace of client faults.
-
-    Args:
-        path: Path of a CSV file with the columns ``round``, ``client``, ``fault``.
-
-    Returns:
-        Faults by (round, client), with rounds from 1.
-
-    Raises:
-        FederationError: If the file does not exist or a line is invalid.
-    """
-    head, lines = read_cells(path)
-    if head != ["round", "client", "fault"]:
-        raise FederationError(f"the first line of the trace {path} must be 'round,client,fault'")
-    trace: dict[tuple[int, int], str] = {}
-    for number, line in lines:
-        is_known = len(line) == 3 and line[2] in FAULTS and all(map(is_index, line[:2]))
-        if not is_known or int(line[0]) < 1:
-            raise FederationError(
-                f"line {number} of the trace {path} must contain a round (from 1), a client (from"
-                f" 0) and one of {', '.join(FAULTS)}, got {short_repr(','.join(line))}"
-            )
-        key = int(line[0]), int(line[1])
-        if key in trace:
-            raise FederationError(
-                f"line {number} of the trace {path} has another fault of client {key[1]} in round"
-                f" {key[0]}: remove one of them"
-            )
-        trace[key] = line[2]
-    return trace

@@ -315,7 +315,8 @@ class FederatedLoop(Callback):
             leave_interrupted(self._fit.trainer)
         if self._round is not None:
             self._round.abandon()
-            self._resume.note_exception(self._round.is_aggregated)
+            if self._round.is_aggregated:  # the module and the rules hold the next global model
+                self._resume.note_run()
 
     def _summarize(self) -> None:
         if self._fit is not None:

@@ -1,19 +1,18 @@
-"""What a fit prints: the layers of the module, and the progress over rounds and clients."""
+"""Progress of a fit over rounds and clients."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 import rich.console
 import rich.progress
-import rich.table
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.dropped import describe_causes
@@ -25,7 +24,7 @@ class RoundProgress(ProgressBar):
 
     After a round, one line is printed with its metrics, the time that it took, an estimate of the
     remaining time, and the dropped clients with their causes. In a terminal, a bar below shows the
-    clients of the current round.
+    clients of the current round. The estimate leaves out the first round, which compiles steps.
 
     Args:
         lines: Maximum number of lines per fit. Longer fits print every second round, or fewer.
@@ -42,13 +41,12 @@ class RoundProgress(ProgressBar):
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
-            rich.progress.TimeRemainingColumn(),
             console=self._console,
             auto_refresh=False,
         )
         self._enabled = True
         self._drawn = 0.0
-        #: Seconds of the latest rounds.
+        #: Seconds of the latest rounds, except the first one of the fit.
         self._seconds = deque[float](maxlen=10)
 
     def disable(self) -> None:
@@ -75,7 +73,8 @@ class RoundProgress(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the progress bar."""
-        self._printed, self._since = self._loop.round, time.monotonic()
+        self._first = self._printed = self._loop.round
+        self._since = time.monotonic()
         self._seconds.clear()
         if self._live:
             total = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
@@ -103,23 +102,27 @@ class RoundProgress(ProgressBar):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the previous round, as all its metrics are available now."""
         done, total = self._loop.round, trainer.max_epochs or -1
-        if done > self._printed:
-            now = time.monotonic()
-            self._seconds.append(now - self._since)
-            if self._enabled and (done % max(1, -(-total // self.lines)) == 0 or done == total):
-                row = self._loop.rows[-1]
-                line = [self._line(trainer, pl_module, done, row), *self._about(total - done)]
-                self.print(" · ".join(line), highlight=False, soft_wrap=True)
-            self._printed, self._since = done, now
+        if done == self._printed:
+            return
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        if self._printed > self._first:
+            self._seconds.append(seconds)
+        self._printed = done
+        if self._enabled and (done % max(1, -(-total // self.lines)) == 0 or done == total):
+            row = self._loop.rows[-1]
+            line = [self._line(trainer, pl_module, done, row), f"{seconds:.3g} s per round"]
+            line += self._left(total - done)
+            if row["dropped"]:
+                causes = describe_causes([row])
+                line.append(f"dropped {row['dropped']} of {row['clients']} clients ({causes})")
+            self.print(" · ".join(line), highlight=False, soft_wrap=True)
 
-    def _about(self, remaining: int) -> Iterator[str]:
-        """Yield the duration of a round, the remaining time and the dropped clients."""
-        yield f"{self._seconds[-1]:.3g} s per round"
-        if remaining > 0:
-            yield f"{timedelta(seconds=round(remaining * fmean(self._seconds)))} left"
-        row = self._loop.rows[-1]
-        if row["dropped"]:
-            yield f"dropped {row['dropped']} of {row['clients']} clients ({describe_causes([row])})"
+    def _left(self, rounds: float) -> list[str]:
+        """Return the remaining time, if it is known."""
+        if rounds <= 0 or not self._seconds:
+            return []
+        return [f"{timedelta(seconds=round(rounds * median(self._seconds)))} left"]
 
     def _line(
         self,
@@ -130,24 +133,23 @@ class RoundProgress(ProgressBar):
     ) -> str:
         """Return round, client and metrics; with a finished round's row, only its own metrics."""
         total = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
-        line = f"round {round}{total}"
-        client, clients = self._loop.clients_done
+        line = [f"round {round}{total}"]
         if round > self._loop.round:
-            line += f" · client {client}/{clients}"
+            line.append("{} of {} clients done".format(*self._loop.clients_done))
         figures = self.get_metrics(trainer, pl_module)
         figures.pop("v_num", None)
         if row is not None:  # without validation in a round, Lightning keeps its last metrics
             old = trainer.callback_metrics.keys() - {n.removeprefix("module/") for n in row}
             figures = {name: value for name, value in figures.items() if name not in old}
-        return " · ".join(
-            [line, *(f"{k} {v:.4g}" for k, v in figures.items() if isinstance(v, int | float))]
-        )
+        line += [f"{k} {v:.4g}" for k, v in figures.items() if isinstance(v, int | float)]
+        return " · ".join(line)
 
     def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
         client, clients = self._loop.clients_done
-        completed = self._loop.round + client / clients if clients else self._loop.round
-        line = self._line(trainer, pl_module, self._loop.round + (clients > 0))
-        self._bar.update(self._task, completed=completed, description=line)
+        completed = self._loop.round + client / max(clients, 1)
+        line = [self._line(trainer, pl_module, self._loop.round + (clients > 0))]
+        line += self._left((trainer.max_epochs or -1) - completed)
+        self._bar.update(self._task, completed=completed, description=" · ".join(line))
         self._bar.refresh()
         self._drawn = time.monotonic()
 
@@ -167,45 +169,3 @@ class RoundProgress(ProgressBar):
     def _stop(self) -> None:
         if self._bar.live.is_started:  # otherwise stop() would print an empty line
             self._bar.stop()
-
-
-class LayerSummary(ModelSummary):
-    """Show the layers of the module at the start of a fit, with the numbers of their parameters.
-
-    As Lightning's ``RichModelSummary``, but floating-point operations are a column only if they
-    were counted, which requires an ``example_input_array`` of the module.
-
-    Args:
-        max_depth: Depth of nested layers to show: 1 shows the top level, -1 all, 0 nothing.
-
-    Raises:
-        FederationError: If ``max_depth`` is less than -1.
-    """
-
-    def __init__(self, max_depth: int = 1) -> None:
-        super().__init__(check_integer("max_depth", max_depth, min=-1))
-
-    @staticmethod
-    def summarize(
-        summary_data: list[tuple[str, list[str]]],
-        total_parameters: int,
-        trainable_parameters: int,
-        model_size: float,
-        total_training_modes: dict[str, int],
-        total_flops: int,
-        **summarize_kwargs: Any,
-    ) -> None:
-        """Print the table."""
-        columns = {name: each for name, each in summary_data if name != "FLOPs" or total_flops}
-        table = rich.table.Table(header_style="bold")
-        for name in columns:
-            numbers = ("Params", "FLOPs")
-            table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
-        for row in zip(*columns.values(), strict=True):
-            table.add_row(*row)
-        console = rich.console.Console()
-        if not console.is_terminal:
-            console.width = 200  # a file has no width: nothing is cut off
-        console.print(table)
-        trained = f"{total_parameters:,} parameters, {trainable_parameters:,} of them trained"
-        console.print(f"{trained}; {model_size:.3g} MB", highlight=False)

@@ -279,16 +279,18 @@ class FolderLock:
                 leftover.unlink()
 
     def _open(self) -> TextIO:
-        """Return the file of the lock, open and locked."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a link is no lock
+        """Return the file of the lock, open and locked. A link to another file is refused."""
+
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
         try:
-            number = os.open(self._path, flags, 0o666)
+            file = open(self._path, "a+", errors="replace", opener=opener)  # noqa: SIM115
         except OSError as error:
             raise FederationError(
                 f"{self._path} cannot be opened ({error.strerror}): remove it, or choose another"
                 " folder"
             ) from error
-        file = os.fdopen(number, "a+", errors="replace")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

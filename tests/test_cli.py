@@ -5,8 +5,10 @@ import os
 import shlex
 import shutil
 import signal
+import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
 
@@ -20,9 +22,7 @@ import quick_cli
 from forks import Started
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.cli.federated import FederatedCLI
-from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.files import FolderLock
+from lightning_fl.cli.federated import RUN_FOLDER, FederatedCLI, create_folder
 from lightning_fl.partition import Manifest
 from lightning_fl.report.run import read_run, version_folders
 from lightning_fl.types import FederationError
@@ -164,17 +164,38 @@ def test_last_without_a_checkpoint_is_a_new_run_which_has_the_same_figures(cli, 
     assert "run fit first" in cli("test", *nowhere, expect=2)
 
 
-def test_a_fit_that_fails_leaves_alone_what_another_run_has_begun(cli, tmp_path, monkeypatch):
-    folder, locks = tmp_path / "runs" / "digits" / "version_0", []
+def test_fits_that_start_at_once_get_a_folder_each_and_processes_of_a_fit_one(
+    tmp_path, monkeypatch
+):
+    for name in ("LOCAL_RANK", "SLURM_NTASKS", RUN_FOLDER):
+        monkeypatch.delenv(name, raising=False)
+    together = threading.Barrier(8)
 
-    def begin(*args):  # in another process, at the same time
-        locks.append(FolderLock(folder))
-        (folder / "rounds.csv").write_text("round\n1\n")
+    def start(_):
+        together.wait()
+        return create_folder(tmp_path / "runs")
 
-    monkeypatch.setattr(FederatedDataModule, "prepare_data", begin)
-    assert "is in use by another run" in cli(*FIT, expect=2)
-    assert (folder / "rounds.csv").read_text() == "round\n1\n"
-    locks[0].release()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(start, range(8)))
+    assert sorted(found) == [(tmp_path / "runs" / f"version_{i}", True) for i in range(8)]
+    last = Path(os.environ[RUN_FOLDER])
+    monkeypatch.setenv("LOCAL_RANK", "1")  # as Lightning starts the other processes
+    assert create_folder(tmp_path / "runs") == (last, False)
+    monkeypatch.delenv(RUN_FOLDER)  # torchrun starts all processes
+    assert create_folder(tmp_path / "runs") == (tmp_path / "runs" / "version_8", False)
+    assert not (tmp_path / "runs" / "version_8").exists()
+
+
+@pytest.mark.filterwarnings("ignore:(dropped|round|the global model)")
+def test_a_fit_without_a_usable_update_has_an_exit_code(cli, tmp_path):
+    lost = ("--trainer.callbacks+=ClientFaults", "--trainer.callbacks.dropout=1.0")
+    out = cli(*FIT, *lost, expect=3)
+    assert "Written to runs/digits/version_0\n" in out
+    assert out.endswith(
+        "lightning-fl: error: no update was usable in all 2 rounds, so the model has learned"
+        " nothing: see the first warning for the cause\n"
+    )
+    assert len(rounds(tmp_path / "runs" / "digits" / "version_0")) == 2
 
 
 def test_the_other_commands_read_the_last_checkpoint(cli, tmp_path):
@@ -357,7 +378,7 @@ def test_vectorized_clients_and_threads_have_options(cli, tmp_path, monkeypatch)
 
 
 def test_help_of_fit_begins_with_ten_options_that_exist_and_explains_all(cli, monkeypatch):
-    head, rest = cli("fit", "--help").split("options:", 1)
+    head, rest = cli("fit", "--help").split("  --federation CONFIG", 1)
     lines = [line.split()[:2] for line in head.splitlines() if line.startswith("  --")]
     assert len(lines) == 10
     values = {option: value for option, value in lines if option != "--ckpt_path"}
@@ -410,6 +431,14 @@ MISTAKES = {
     "lr must be a finite number of at least 0, got -1": f"{RULE}=FedAvgM {RULE}.lr=-1",
     "mixing_matrix has 1 clients, the federation": f"{RULE}=Gossip {RULE}.mixing_matrix=[[1.0]]",
     "does not accept samples of shape": "--model.init_args.net.init_args.sizes=[65,10]",
+    "MLPClassifier has 9 outputs, and the largest label is 9: set 10 outputs, or number": (
+        "--model.init_args.net.init_args.sizes=[64,9]"
+    ),
+    "use its whole name, such as --federation.policy.init_args.lr": "--lr=0.1",
+    "EarlyStopping': the following arguments are": "--trainer.callbacks+=EarlyStopping",
+    "loggers.CometLogger': Requirement 'comet-ml": "--trainer.logger=CometLogger",
+    "write {class_path: Dirichlet, init_args": "'--data.init_args.partition=Dirichlet(0.5)'",
+    "Expected 'os.system' to be a function that": "--model.init_args.optimizer=os.system",
     "mu must be": f"{TERM}+=Proximal {TERM}.init_args.mu=-1",
     "--federation.nonsense": "--federation.nonsense=1",
     "--max_epochs is not an option: use --trainer.max_epochs": "--max_epochs=1",
@@ -434,9 +463,9 @@ def test_a_users_mistake_ends_with_a_message_and_leaves_nothing(cli, tmp_path, m
     out = cli(*FIT, *shlex.split(MISTAKES[message]), expect=2)
     assert message in out
     assert "Traceback" not in out
+    assert out.count("\n") == 1
     if "must be" in message:  # the words of a constructor, without those of the parser
         assert out.startswith(f"lightning-fl: error: {message}")
-        assert len(out.splitlines()) == 1
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -460,6 +489,7 @@ def test_a_file_that_is_no_checkpoint_is_an_error(cli, tmp_path, write, message)
         ("fit --config", b"", "it is empty"),
         ("fit", b"trainer:\n\tmax_epochs: 3\n", ""),
         ("partition", b"\xff\xfe", ""),
+        ("fit", b"a: " + b"[" * 3000, "maximum recursion depth"),
         ("export flower", b"a: {b: 1}\nc: 2\na: {b: 2}\n", "duplicate key a"),
     ],
 )

@@ -154,3 +154,17 @@ def test_an_error_of_the_disk_is_not_hidden_by_torch_save(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_a_lock_that_is_no_file_is_refused_and_no_link_is_followed(tmp_path, kind):
+    lock, other = tmp_path / "run" / FolderLock.NAME, tmp_path / "other"
+    other.write_text("kept")
+    lock.parent.mkdir()
+    if kind == "folder":
+        lock.mkdir()
+    else:
+        lock.symlink_to(other)
+    with pytest.raises(FederationError, match=r"\.lock cannot be opened \(.*\): remove it, or"):
+        FolderLock(lock.parent)
+    assert other.read_text() == "kept"

@@ -115,16 +115,6 @@ def test_a_wheel_has_the_page_of_methods_elsewhere(monkeypatch, tmp_path, capsys
     assert capsys.readouterr().out == "Mine\n\n  my method\n      Name\n\n"
 
 
-def test_a_shell_completes_commands_and_options(capsys):
-    pytest.importorskip("shtab")
-    main(["completion", "bash"])
-    script = capsys.readouterr().out
-    assert f"subparsers=({' '.join(COMMANDS)})" in script
-    assert "--federation.clients_per_round" in script
-    done = subprocess.run(["bash", "-n"], input=script, text=True, check=False)
-    assert done.returncode == 0
-
-
 def test_folders_of_a_report_can_be_named(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("a1", "a2", "b", "lr=0.1"):

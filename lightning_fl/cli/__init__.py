@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+#: Exit code after a fit in which no round had a usable update.
+NOT_TRAINED = 3
 #: Exit code after an interruption (128 + SIGINT), as in a shell.
 INTERRUPTED = 130
 #: Exit code after SIGTERM (128 + SIGTERM), as in a shell.
@@ -32,7 +34,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe has left, as in lightning-fl configs | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+    except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         fail(f"{error.filename}: {error.strerror}: choose another folder")
     except KeyboardInterrupt:  # outside of the Trainer, which handles interruptions itself
         sys.stderr.write("\ninterrupted\n")
@@ -42,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def _run(words: Sequence[str]) -> None:
     from lightning_fl.cli.arguments import OF_CONFIG, OF_TRAINER, command_parser
 
-    parser, _ = command_parser()
+    parser = command_parser()
     asked, options = parser.parse_known_args(words or ["--help"])
     if options and asked.command not in (*OF_CONFIG, *OF_TRAINER):
         parser.error(f"unrecognized arguments: {' '.join(options)}")
@@ -65,7 +67,7 @@ def _run(words: Sequence[str]) -> None:
         run(asked, options)
 
 
-def fail(message: str) -> NoReturn:
-    """Print an error message and exit with code 2."""
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Print an error message and exit with a code."""
     sys.stderr.write(f"lightning-fl: error: {message}\n")
-    raise SystemExit(2)
+    raise SystemExit(code)

@@ -26,7 +26,6 @@ COMMANDS = {
     "report": "Write an HTML report of one run, or a comparison of several runs.",
     "partition": "Show how the data of a configuration is split, without training.",
     "export": "Write an app that runs a configuration on the machines of a deployment.",
-    "completion": "Print a script that completes commands and options in a shell.",
 }
 #: Commands whose options are those of a configuration.
 OF_TRAINER = ("fit", "validate", "test", "predict")
@@ -39,8 +38,6 @@ DETAILS = {
     " process (resume), clients that train at once (vectorized), two processes (processes), and one"
     " client with all samples beside Lightning without a loop (plain). The exit code is 1 if a"
     " result differs.",
-    "completion": "For bash: lightning-fl completion bash >"
-    " ~/.local/share/bash-completion/completions/lightning-fl",
 }
 RUNS = (
     "Folders of runs (runs/digits/version_0), or folders that contain runs (runs/digits). NAME is a"
@@ -90,8 +87,8 @@ def with_configs(words: Sequence[str]) -> list[str]:
     return found
 
 
-def command_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """Return the parser of all commands, and the parser of each command."""
+def command_parser() -> ArgumentParser:
+    """Return the parser of all commands."""
     top = ArgumentParser(
         prog="lightning-fl",
         description="Federated learning with the Lightning Trainer.",
@@ -116,7 +113,6 @@ def command_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     add("name", nargs="?", default="federation", help="New folder of the project, %(default)s.")
     add = commands["methods"].add_argument
     add("word", nargs="?", default="", help="Only methods with this word.")
-    commands["completion"].add_argument("shell", choices=["bash", "zsh", "tcsh"])
     add = commands["report"].add_argument
     add("runs", nargs="+", metavar="[NAME=]FOLDER", help=RUNS)
     add("--output", help="An .html file; default: report.html in the run, or in this folder.")
@@ -135,7 +131,7 @@ def command_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     add = commands["export"].add_argument
     add("target", choices=["flower"], help="What runs the app.")
     add("--output", default="app", help="Folder of the app, which must not exist, %(default)s.")
-    return top, commands
+    return top
 
 
 def named_runs(words: Sequence[str]) -> dict[str, list[str]]:

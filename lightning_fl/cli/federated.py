@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +19,6 @@ import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -25,19 +26,26 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fl.callbacks import (
     FederatedLoop,
-    LayerSummary,
     RoundCheckpoint,
     RoundProgress,
     RunReport,
 )
-from lightning_fl.callbacks.checkpoint import read_checkpoint
 from lightning_fl.callbacks.config import RunConfig
-from lightning_fl.cli import INTERRUPTED, TERMINATED
+from lightning_fl.cli import INTERRUPTED, NOT_TRAINED, TERMINATED, fail
 from lightning_fl.cli.arguments import short_path, with_configs
-from lightning_fl.cli.parser import PARSER, PARTS, Parser, check_file, describe
+from lightning_fl.cli.parser import (
+    PARSER,
+    PARTS,
+    Parser,
+    check_file,
+    describe,
+    one_cause,
+    refuse_call,
+)
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.errors import FederationError
-from lightning_fl.files import FolderLock, write_atomically
+from lightning_fl.federation.dropped import is_unusable
+from lightning_fl.files import error_context, write_atomically
 from lightning_fl.report import LogFiles
 from lightning_fl.report.run import (
     IGNORED_BY_TEST,
@@ -51,6 +59,38 @@ from lightning_fl.report.run import (
 from lightning_fl.runners import VectorizedClients
 
 _CLI = TypeVar("_CLI", bound=LightningCLI)
+#: Environment variable with the folder of a fit, for the processes that it launches.
+RUN_FOLDER = "LIGHTNING_FL_RUN_FOLDER"
+
+
+def create_folder(root: Path) -> tuple[Path, bool]:
+    """Create the next free folder of a run, and return it.
+
+    Fits that start at the same time get different folders. A process that Lightning has launched
+    takes the folder of the first process. Processes that were launched otherwise, by torchrun or
+    SLURM, all choose the next free folder, which the first of them creates later.
+
+    Args:
+        root: Folder of the runs.
+
+    Returns:
+        The folder, and whether it was created.
+    """
+    is_launched = "LOCAL_RANK" in os.environ
+    if is_launched and RUN_FOLDER in os.environ:
+        return Path(os.environ[RUN_FOLDER]), False
+    runs = version_folders(root)
+    folder = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
+    if is_launched or int(os.environ.get("SLURM_NTASKS", 1)) > 1:
+        return folder, False
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return create_folder(root)  # another fit was faster
+    os.environ[RUN_FOLDER] = str(folder)
+    return folder, True
 
 
 class FederatedCLI(LightningCLI):
@@ -60,6 +100,9 @@ class FederatedCLI(LightningCLI):
     --ckpt_path last`` resumes the newest run, and the other commands load its checkpoint. With the
     ``config.yaml`` in the folder of a run, they take that run instead of the newest.
     """
+
+    run_folder: Path
+    _has_created = False
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the keys ``federation`` and ``checkpoint``, and the options of this CLI."""
@@ -83,19 +126,35 @@ class FederatedCLI(LightningCLI):
         )
 
     def instantiate_classes(self) -> None:
-        """Wrap the model in ``VectorizedClients`` if ``--vectorize`` is set."""
-        super().instantiate_classes()
-        if self.subcommand == "fit" and (given := self.config_init.fit.vectorize) is not None:
-            options = given if isinstance(given, dict) else {"group_size": given}
-            try:
-                self.model = VectorizedClients(self.model, **options)
-            except TypeError as error:
-                raise FederationError(f"vectorize: {error}") from error
+        """Create the folder of a new fit, and wrap the model if ``--vectorize`` is set."""
+        config = self.config[self.subcommand]
+        is_new = self.subcommand == "fit" and config.ckpt_path is None
+        if is_new and not config.trainer.fast_dev_run:
+            self.run_folder, self._has_created = create_folder(self.run_folder.parent)
+        with self._leaving_nothing():
+            super().instantiate_classes()
+            if self.subcommand == "fit" and (given := self.config_init.fit.vectorize) is not None:
+                options = given if isinstance(given, dict) else {"group_size": given}
+                with error_context("vectorize", TypeError):
+                    self.model = VectorizedClients(self.model, **options)
+
+    @contextmanager
+    def _leaving_nothing(self) -> Iterator[None]:
+        """Remove the folder of a new fit if an error ends it before the first step."""
+        try:
+            yield
+        except Exception:
+            trainer: Trainer | None = vars(self).get("trainer")
+            if self._has_created and (trainer is None or trainer.global_step == 0):
+                shutil.rmtree(self.run_folder, ignore_errors=True)
+            raise
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments, and check the configurations."""
         parser.usage = "lightning-fl COMMAND --config FILE [options]"
-        for path in (word.rpartition("=")[2] for word in args):
+        for word in args:
+            refuse_call(word)
+            path = word.rpartition("=")[2]
             if path.endswith((".yaml", ".yml")) and Path(path).is_file():
                 check_file(path)
         if args and args[0] in self._subcommand_parsers:
@@ -111,9 +170,11 @@ class FederatedCLI(LightningCLI):
         """Raise an error for the last name of an option alone, such as ``--max_epochs``."""
         options = [option for action in parser._actions for option in action.option_strings]
         for name in (word.partition("=")[0] for word in args if word.startswith("--")):
+            if "." in name or name in options:
+                continue
             whole = [option for option in options if option.endswith(f".{name[2:]}")]
-            if whole and name not in options:
-                raise FederationError(f"{name} is not an option: use {' or '.join(whole)}")
+            whole = whole or ["its whole name, such as --federation.policy.init_args.lr"]
+            raise FederationError(f"{name} is not an option: use {' or '.join(whole)}")
 
     def before_instantiate_classes(self) -> None:
         """Set the number of threads."""
@@ -136,9 +197,7 @@ class FederatedCLI(LightningCLI):
         config, is_fit = self.config[self.config.subcommand], self.config.subcommand == "fit"
         root = Path(config.trainer.default_root_dir or ".").absolute()
         runs = version_folders(root)
-        new = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
-        newest_run = runs[-1] if runs else new
-        self.run_folder = new if is_fit else newest_run
+        newest_run = self.run_folder = runs[-1] if runs else root / "version_0"
         given = config.ckpt_path or (None if is_fit else "last")  # do not test random parameters
         if given == "last":
             run = self._run_of_config(config) or newest_run
@@ -160,15 +219,6 @@ class FederatedCLI(LightningCLI):
                 )
             if path.parent in runs:
                 self.run_folder = path.parent
-        self.checkpoint_round: int | None = None
-        if (file := config.ckpt_path) is not None and config.weights_only is not False:
-            checkpoint = read_checkpoint(  # memory-mapped: tensors are not read
-                file,
-                lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=True),
-                in_full=False,
-            )
-            state = checkpoint.get("callbacks", {}).get(FederatedLoop.__qualname__, {})
-            self.checkpoint_round = state.get("round")
 
     def _run_of_config(self, config: Any) -> Path | None:
         """Return the folder of a run if its own ``config.yaml`` is a config of the command."""
@@ -202,11 +252,8 @@ class FederatedCLI(LightningCLI):
         def has(kind: type) -> bool:
             return any(isinstance(callback, kind) for callback in callbacks)
 
-        if self.subcommand == "fit":
-            if config.enable_progress_bar is not False:
-                callbacks.append(RoundProgress())
-            if config.enable_model_summary is not False and not has(ModelSummary):
-                callbacks.append(LayerSummary())
+        if self.subcommand == "fit" and config.enable_progress_bar is not False:
+            callbacks.append(RoundProgress())
         # Also without training: Lightning warns if a callback of the checkpoint is missing.
         if not has(RunReport):
             before = [i for i, c in enumerate(callbacks) if isinstance(c, LogFiles)]
@@ -251,26 +298,28 @@ class FederatedCLI(LightningCLI):
             return
         if path := kwargs.get("ckpt_path"):
             self._say(f"Resuming from {short_path(Path(path))}")
-        is_new = not self.run_folder.exists()  # all processes have to find the next free folder
         try:
-            self.trainer.fit(**kwargs)
-        except Exception:
-            is_first = self.trainer.global_step == 0 and self.trainer.is_global_zero
-            if is_new and is_first and not (self.run_folder / FolderLock.NAME).exists():
-                shutil.rmtree(self.run_folder, ignore_errors=True)  # no other run has begun there
-            raise
+            with self._leaving_nothing():
+                self.trainer.fit(**kwargs)
         except SystemExit as end:  # of Lightning: code 1 after an interruption, 0 after SIGTERM
             if isinstance(end, SIGTERMException) or self.trainer.interrupted:
                 self._say("\ninterrupted; resume with --ckpt_path last")
                 code = TERMINATED if isinstance(end, SIGTERMException) else INTERRUPTED
                 raise SystemExit(code) from end
             raise
-        if (self.checkpoint_round or 0) >= (self.trainer.max_epochs or -1) > 0:
+        loop: FederatedLoop = self._get(self.config_init, "federation")
+        if not loop.fit.has_begun:
             self._say(
-                f"Nothing to train: the checkpoint is of round {self.checkpoint_round}; increase"
+                f"Nothing to train: the checkpoint is of round {loop.round}; increase"
                 f" --trainer.max_epochs ({self.trainer.max_epochs}) to continue"
             )
         self._say(f"Written to {short_path(self.run_folder)}")
+        if loop.rows and all(map(is_unusable, loop.rows)):
+            fail(
+                f"no update was usable in all {loop.round} rounds, so the model has learned"
+                " nothing: see the first warning for the cause",
+                NOT_TRAINED,
+            )
 
     def _say(self, message: str) -> None:
         """Print a message from one process."""
@@ -294,7 +343,7 @@ class FederatedCLI(LightningCLI):
         found = {
             "format": TEST_FORMAT,
             "checkpoint": used.name,
-            "round": self.checkpoint_round,
+            "round": self._get(self.config_init, "federation").round or None,
             # JSON has no NaN.
             "metrics": {
                 name: value if math.isfinite(value) else None
@@ -354,9 +403,6 @@ def start(cli: Callable[..., _CLI], words: Sequence[str]) -> _CLI:
             args=with_configs(words),
         )
     except (MisconfigurationException, ValueError) as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, FederationError):
-            cause = cause.__cause__  # jsonargparse's message is longer
-        raise FederationError(str(cause or error)) from error
+        raise FederationError(one_cause(error)) from error  # jsonargparse's message is longer
     finally:
         sys.argv = before

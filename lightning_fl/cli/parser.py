@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from argparse import SUPPRESS, HelpFormatter, RawDescriptionHelpFormatter
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import DefaultHelpFormatter
@@ -12,7 +13,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 # Every class that a config may name by its short name has to be imported.
 import lightning_fl.models
 import lightning_fl.optimizers
-import lightning_fl.transforms  # noqa: F401
+import lightning_fl.transforms
+from lightning_fl.cli import fail
 from lightning_fl.cli.arguments import COMMANDS, WITH_FIT
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, read_text
@@ -38,8 +40,36 @@ class _Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
     """Keep the lines of a description."""
 
 
+def one_cause(error: BaseException) -> str:
+    r"""Return one line of an error and its causes: where it is, and the innermost cause.
+
+    Example:
+        >>> error = ValueError("key 'a':\n  none of two types\n  ...")
+        >>> error.__cause__ = TypeError("is missing")
+        >>> one_cause(error)
+        "key 'a': is missing"
+    """
+    cause: BaseException | None = error
+    lines = dict[str, None]()
+    while cause is not None:
+        if isinstance(cause, FederationError):
+            return str(cause)
+        lines[str(cause).partition("\n")[0]] = None
+        cause = cause.__cause__
+    *places, last = lines
+    return " ".join([*(place for place in places if place.endswith(":")), last])
+
+
 class Parser(LightningArgumentParser):
-    """Lightning's parser, with a shorter help."""
+    """Lightning's parser, with a shorter help, and errors of one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End with one line: the option, and the innermost cause."""
+        if not self.exit_on_error:  # of a class, which another type of an option may accept
+            super().error(message, ex)
+        if ex is None or ex.__cause__ is None:
+            fail(f"{message}; usage: {self.usage}")
+        fail(one_cause(ex))
 
     def format_help(self, formatter: HelpFormatter | None = None) -> str:
         """Return the help: only that of ``fit`` has the options of a configuration."""
@@ -81,6 +111,9 @@ def describe(parser: LightningArgumentParser, command: str) -> None:
     parser.description = FIT if command == "fit" else f"{COMMANDS[command]} {WITH_FIT}"
     for action in parser._actions:
         action.help = HELP.get(action.dest, action.help)
+    named: Any = parser.groups
+    groups: Any = parser._action_groups
+    groups.sort(key=lambda group: group is not named["federation"])
 
 
 def check_file(path: str) -> None:
@@ -89,9 +122,23 @@ def check_file(path: str) -> None:
     Raises:
         FederationError: If it is not, or if a key stands twice, of which YAML would keep the last.
     """
-    with error_context(f"config {path} cannot be read", ValueError, yaml.YAMLError):
-        if yaml.load(read_text(path), _UniqueKeys) is None:
+    with error_context(f"config {path} cannot be read", ValueError, yaml.YAMLError, RecursionError):
+        if yaml.load(text := read_text(path), _UniqueKeys) is None:
             raise FederationError("it is empty")
+        for line in text.splitlines():
+            refuse_call(line)
+
+
+def refuse_call(text: str) -> None:
+    """Raise an error if a text ends with a class and its arguments, as they are written in Python.
+
+    Args:
+        text: Argument of the command line, or line of a configuration.
+    """
+    found = re.search(r"(?:^|[:=])\s*([A-Z]\w+)\(.*\)$", text)
+    if found and any(hasattr(package, found[1]) for package in vars(lightning_fl).values()):
+        call, name = found[0].lstrip(":= "), found[1]
+        raise FederationError(f"{call} is Python: write {{class_path: {name}, init_args: {{...}}}}")
 
 
 class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types

@@ -9,17 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import capture_parser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fl.cli import fail
-from lightning_fl.cli.arguments import OF_TRAINER, command_parser, named_runs, short_path
+from lightning_fl.cli.arguments import OF_TRAINER, named_runs, short_path
 from lightning_fl.cli.federated import FederatedCLI, start
-from lightning_fl.extras import imported
 from lightning_fl.report import report
-
-#: Options that take a path.
-PATHS = ("--config", "--ckpt_path", "--trainer.default_root_dir")
 
 
 def run(asked: Namespace, options: Sequence[str]) -> None:
@@ -31,6 +26,8 @@ def run(asked: Namespace, options: Sequence[str]) -> None:
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It says at the first compilation that there is no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     warnings.formatwarning = _warning
     # Raised by Lightning with torch 2.14.
     warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
@@ -50,8 +47,6 @@ def _run(asked: Namespace, options: Sequence[str]) -> None:
         path = report(runs, asked.output, asked.title, asked.metric, asked.mode, *table)
         for each in filter(None, (path, asked.latex)):
             print(f"Written to {short_path(Path(each))}")
-    elif asked.command == "completion":
-        print_completion(asked.shell)
     else:
         # Imported here: the help of a fit would list the classes of remote clients.
         from lightning_fl.cli import parts
@@ -71,22 +66,3 @@ def _warning(
     """Format a warning without the line of code."""
     kind = "warning" if issubclass(category, UserWarning) else category.__name__
     return f"lightning-fl: {kind}: {message}\n"
-
-
-def print_completion(shell: str) -> None:
-    """Print the script that completes commands and options.
-
-    Args:
-        shell: The shell.
-    """
-    shtab = imported("shtab", user="lightning-fl completion", extra="completion")
-    top, commands = command_parser()
-    lightning: Any = capture_parser(lambda: start(FederatedCLI, []))
-    (subcommands,) = (each.choices for each in lightning._actions if each.dest == "subcommand")
-    for name, parser in subcommands.items():
-        for action in parser._actions:
-            if action.option_strings and action.dest != "help":
-                added: Any = commands[name].add_argument(*action.option_strings)
-                if added.option_strings[-1] in PATHS:
-                    added.complete = shtab.FILE
-    print(shtab.complete(top, shell))

@@ -7,13 +7,13 @@ loaded strictly, and any error of loading becomes one ``FederationError`` that n
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import PurePath
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,7 +27,7 @@ from lightning_fl.federation.round_boundary import deep_copy
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.table import RoundTable
 from lightning_fl.files import error_context, short_repr
-from lightning_fl.hooks import replaced
+from lightning_fl.hooks import overrides, replaced
 from lightning_fl.runners import user_module
 from lightning_fl.runners.constants import complete
 from lightning_fl.runners.local_tensors import local_tensors
@@ -39,7 +39,7 @@ NOT_OF_A_FEDERATION = (
     "it was not written by a federation, so it cannot be resumed: load its parameters into the"
     " module and start a new fit without ckpt_path"
 )
-#: Attribute of rules that have ended a round.
+#: Attribute of loops and rules that have aggregated a round.
 HAS_RUN = "_has_run"
 #: What is compared, in words.
 IN_WORDS = {
@@ -68,15 +68,12 @@ class Resume:
         self.progress, self._store = progress, store
         self._local_patterns = options.local_parameters
         self._rules: dict[str, Any] = {"aggregator": options.aggregator, "policy": options.policy}
-        #: Values by name that must be the same in a resumed run, and those of the last fit.
+        #: Values by name that must be the same in a resumed run.
         self._identity: Mapping[str, Any] = {}
-        self._former: Mapping[str, Any] = {}
         #: Options by name that may differ in a resumed run, with a warning.
         self._options: Mapping[str, Any] = {}
-        #: Module of the last fit.
-        self._module: weakref.ref[LightningModule] | None = None
-        #: Whether the last fit ended between the aggregation and the end of a round.
-        self._is_amid_round = False
+        #: Shapes of the policy's buffers at the start of the fit.
+        self._shapes: Mapping[str, torch.Size] = {}
         #: The checkpoint to resume, and the state of the loop in it.
         self.checkpoint: dict[str, Any] = {}
         self.pending: dict[str, Any] = {}
@@ -88,6 +85,7 @@ class Resume:
             prepared: The fit that starts.
         """
         self._identity, self._options = prepared.identity(), prepared.described()
+        self._shapes = _shapes(self._rules["policy"])
 
     def identity(self, module: LightningModule) -> dict[str, Any]:
         """Return the values that must be the same in a resumed run."""
@@ -100,7 +98,13 @@ class Resume:
 
     def state(self, fit: Fit) -> dict[str, Any]:
         """Return the current state of the loop, without the client state."""
-        module, progress = fit.runner.module, self.progress
+        module, progress, policy = fit.runner.module, self.progress, self._rules["policy"]
+        if changed := _shapes(policy).items() ^ self._shapes.items():
+            raise FederationError(
+                f"the buffer {min(changed)[0]} of {type(policy).__name__} has another shape than at"
+                " the start of the fit, so that no checkpoint could be resumed: keep what grows in"
+                " get_extra_state"
+            )
         return {
             **self.identity(module),
             "round": progress.round,
@@ -118,55 +122,25 @@ class Resume:
             "server": None,
         }
 
-    def note(self, fit: Fit, *, is_begun: bool = True) -> None:
-        """Record a boundary between two rounds: checkpoints describe it until the next one.
-
-        Args:
-            fit: Objects of the fit.
-            is_begun: Whether training has started.
-        """
-        fit.boundary.note(self.state(fit), self._store.snapshot(), is_begun=is_begun)
+    def note(self, fit: Fit) -> None:
+        """Record a boundary between two rounds: checkpoints describe it until the next one."""
+        fit.boundary.note(self.state(fit), self._store.snapshot())
 
     def begin(self, fit: Fit) -> None:
-        """Restore the checkpoint if there is one; otherwise record the boundary before the fit."""
-        if fit.trainer.ckpt_path is None or self.pending == NOT_BEGUN:
-            self._check_ended()
-            self._check_same(fit) if self.progress.round else self._check_new()
-            self.note(fit, is_begun=False)
-        else:
+        """Restore the checkpoint if there is one; otherwise record the start of a new run.
+
+        Raises:
+            FederationError: If there is none, and the loop or a rule has been used.
+        """
+        if fit.trainer.ckpt_path is not None and self.pending != NOT_BEGUN:
             self.restore(fit)
             fit.planner.forget()
-        self._former, self._is_amid_round = self._identity, False
-        self._module = weakref.ref(fit.runner.module)
-
-    def _check_ended(self) -> None:
-        """Check that the last fit of this loop did not end amid a round, if there was one."""
-        if self._is_amid_round:
-            raise FederationError(
-                f"the last fit ended after the aggregation of round {self.progress.round + 1} and"
-                " before the end of this round, so that a new fit would make it twice: resume from"
-                " a checkpoint with ckpt_path, or create a new FederatedLoop"
-            )
-
-    def _check_same(self, fit: Fit) -> None:
-        """Check that the module and the clients are those of the last fit of this loop."""
-        is_next = fit.trainer.current_epoch == self.progress.round  # as catch_up checks
-        module = fit.runner.module if self._module is None else self._module()
-        clients = ("num_clients", "checksum")
-        if is_next and module is not fit.runner.module:
-            other = "another module"
-        elif self._former and any(self._former[n] != self._identity[n] for n in clients):
-            other = "other clients"
-        else:
             return
-        raise FederationError(
-            f"the FederatedLoop continues after round {self.progress.round} with {other}:"
-            " restore those of the last fit, or resume from a checkpoint with ckpt_path. To"
-            " start a new run, create a new FederatedLoop and Trainer"
-        )
-
-    def _check_new(self) -> None:
-        """Check that the rules hold no state of another run."""
+        if vars(self).get(HAS_RUN):
+            raise FederationError(
+                "the FederatedLoop has trained in an earlier fit: to continue, set ckpt_path to its"
+                " checkpoint; to start a new run, create a new FederatedLoop and Trainer"
+            )
         for name, rule in self._rules.items():
             if vars(rule).get(HAS_RUN) and rule.state_dict():
                 learned = ", which may load its state_dict" if name == "policy" else ""
@@ -174,25 +148,16 @@ class Resume:
                     f"the {name} {type(rule).__name__} has the state of an earlier run: create a"
                     f" new {name} for each FederatedLoop{learned}"
                 )
+        fit.boundary.note_start(dict(NOT_BEGUN))
 
-    def note_exception(self, is_aggregated: bool) -> None:
-        """Record that an exception has ended the fit in a round.
-
-        Args:
-            is_aggregated: Whether the module and the rules hold the next global model.
-        """
-        self._is_amid_round = is_aggregated
-        if is_aggregated:
-            self._note_run()
-
-    def _note_run(self) -> None:
-        """Record that the rules have ended a round."""
-        for rule in self._rules.values():
-            vars(rule)[HAS_RUN] = True
+    def note_run(self) -> None:
+        """Record that the loop and the rules have aggregated a round."""
+        for used in (self, *self._rules.values()):
+            vars(used)[HAS_RUN] = True
 
     def close_round(self, fit: Fit) -> None:
         """Record the boundary after a round, which all other callbacks have ended."""
-        self._note_run()
+        self.note_run()
         metrics = fit.trainer.callback_metrics
         self.progress.table.complete(metrics)
         self.progress.monitored = fit.schedulers.monitored(metrics)
@@ -295,10 +260,17 @@ class Resume:
         for now, group in zip(fit.trainer.optimizers[0].param_groups, *groups, strict=True):
             group |= {name: value for name, value in now.items() if name not in group}
         if state["server"] is not None:  # Lightning has loaded the validated model
-            for name, tensor in checkpoint["state_dict"].items():  # frozen ones are not saved
-                state["server"].setdefault(name, tensor)
-            checkpoint = {**checkpoint, "state_dict": state["server"]}
+            completed = {name: checkpoint["state_dict"][name] for name in fit.boundary.left_out}
+            checkpoint = {**checkpoint, "state_dict": {**state["server"], **completed}}
             fit.module.on_load_checkpoint(checkpoint)
+        named = zip(module.named_parameters(), state["trained"], strict=False)
+        frozen = {name for (name, _), is_trained in named if not is_trained}
+        exchanged = {*runner.shared, *runner.shared_buffers, *runner.named_counters} - frozen
+        if missing := exchanged - {*checkpoint["state_dict"], *unsaved_values(module)}:
+            raise FederationError(
+                f"it leaves out {min(missing)}, which clients exchange: save the whole state_dict"
+                f" of {type(module).__name__}"
+            )
         # Load again, as Lightning loads before the precision plugin converts the module.
         with error_context("its model is of another network", RuntimeError):
             module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
@@ -409,6 +381,14 @@ def load_unsaved(module: nn.Module, values: Mapping[str, Tensor]) -> None:
         raise FederationError(f"non-persistent buffers are missing or differ: {sorted(wrong)}")
     for name, value in values.items():
         now[name].copy_(value)
+
+
+def _shapes(policy: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of the saved buffers of a policy; none of one that resizes its own."""
+    if any(overrides(part, "_load_from_state_dict", nn.Module) for part in policy.modules()):
+        return {}
+    saved = policy.state_dict().items()
+    return {name: value.shape for name, value in saved if isinstance(value, Tensor)}
 
 
 def _flags(module: nn.Module) -> list[tuple[Any, str]]:

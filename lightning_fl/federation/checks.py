@@ -264,10 +264,8 @@ def warn_of_averaged_buffers(
 
 
 def check_network(trainer: Trainer, module: LightningModule, data: FederatedData) -> None:
-    """Check that the network of a ``ClientModule`` accepts the shape of the samples."""
-    if not isinstance(module, ClientModule):
-        return
-    if (example := data.example()) is None:
+    """Check that the network of a ``ClientModule`` fits the shape and the labels of the samples."""
+    if not isinstance(module, ClientModule) or (example := data.example()) is None:
         return
     x, *_ = trainer.precision_plugin.convert_input(example)
     if not isinstance(x, Tensor):
@@ -277,7 +275,7 @@ def check_network(trainer: Trainer, module: LightningModule, data: FederatedData
         )
     with evaluating(module), torch.no_grad(), seeded_rng(0, module.device):
         try:
-            module(x.to(module.device))
+            scores = module(x.to(module.device))
         except RuntimeError as error:
             if not any(word in str(error) for word in ("shape", "size", "channels")):
                 return  # unrelated to shapes: the run's precision is not in effect yet
@@ -286,6 +284,15 @@ def check_network(trainer: Trainer, module: LightningModule, data: FederatedData
                 f" {list(x.shape[1:])}: choose another network or other sizes. Original error:"
                 f" {error}"
             ) from error
+    labels: Tensor | None = getattr(data, "class_labels", None)
+    is_own = type(module).federated_losses is not ClientModule.federated_losses
+    if is_own or labels is None or labels.is_floating_point() or scores.ndim < 2:
+        return
+    if (count := int(labels.max()) + 1) > scores.shape[1]:
+        raise FederationError(
+            f"{type(module.net).__name__} has {scores.shape[1]} outputs, and the largest label is"
+            f" {count - 1}: set {count} outputs, or number the classes from 0"
+        )
 
 
 def check_policy(options: RunOptions) -> None:

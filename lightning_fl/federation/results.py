@@ -27,6 +27,7 @@ class Results:
         num_samples: Total number of training samples of the clients with a used update.
         most_steps: Maximum number of local steps of a client.
         optimizer_steps: Optimizer steps of that client; fewer if it has skipped steps.
+        cause: Sentences on an update with non-finite values.
     """
 
     counters: Tensor
@@ -37,6 +38,7 @@ class Results:
     num_samples: int = 0
     most_steps: int = 0
     optimizer_steps: int = 0
+    cause: str = ""
 
     @property
     def losses(self) -> dict[int, float]:
@@ -62,6 +64,7 @@ class Results:
             sum(each.num_samples for each in every),
             longest.most_steps,
             longest.optimizer_steps,
+            next((each.cause for each in every if each.cause), ""),
         )
 
 

@@ -16,7 +16,12 @@ from lightning_fl.contracts.plan import Step
 from lightning_fl.contracts.update import ClientUpdate, ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.checks import check_finite, check_options, warn_of_averaged_buffers
-from lightning_fl.federation.dropped import check_causes, list_clients
+from lightning_fl.federation.dropped import (
+    check_causes,
+    describe_non_finite,
+    list_clients,
+    loss_parts,
+)
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.logs import ClientLogs
 from lightning_fl.federation.results import Results, is_finite
@@ -28,6 +33,7 @@ from lightning_fl.functional.randomness import (
     derive_seed,
     rng_state,
     seed_rng,
+    seeded_rng,
     set_rng_state,
 )
 from lightning_fl.hooks import call_hook
@@ -79,6 +85,8 @@ class Round:
         self._steps_at_start = 0
         self._client: ClientContext | None = None
         self._reported = torch.empty(0)
+        #: The loss and its terms in each local step of the client in training.
+        self._losses: list[dict[str, Tensor]] = []
         self._broadcast: Mapping[str, Tensor] = {}
         self.traffic = fit.traffic = Traffic(fit.federation.known_layout, fit.memory.transforms)
         # Random numbers outside of client training depend on the seed and the round only.
@@ -218,12 +226,14 @@ class Round:
             self._by_rounds = self.fit.schedulers.step_rounds(step, self._schedule)
 
     def report(self, step: Step, outputs: Any) -> None:
-        """Record the losses that clients report after their first local step."""
-        if not step.first:
-            return
-        self._reported = self.fit.runner.reported(outputs).double()
-        if self.fit.processes.share_samples:
-            self._reported = self.fit.processes.mean(self._reported, self._batch_size(step))
+        """Record the losses of a batch: what clients report is that of their first local step."""
+        runner = self.fit.runner
+        if step.first:
+            self._losses, self._reported = [], runner.reported(outputs).double()
+            if self.fit.processes.share_samples:
+                self._reported = self.fit.processes.mean(self._reported, self._batch_size(step))
+        if isinstance(runner, SequentialRunner):  # others have the loss of all clients
+            self._losses.append(loss_parts(outputs))
 
     def hold_gradients(self) -> None:
         """Remove the gradients of parameters that clients do not train in this phase."""
@@ -325,10 +335,14 @@ class Round:
         finite = is_finite(delta, beside)
         for client in clients[~finite].tolist():
             dropped.setdefault(client, "non_finite")
-        if not finite.all() and not fit.warnings.non_finite:
-            parts = {**fit.runner.layout.split(delta), **beside}
-            wrong = [name for name, part in parts.items() if not part.isfinite().all()]
-            fit.warnings.note_non_finite(wrong)
+        is_first = not self.results.cause and "dropped" not in fit.warnings.given
+        if not finite.all() and is_first and fit.runner.trains_here:
+            row = int(finite.logical_not().nonzero()[0])
+            parts = {n: t[row] for n, t in {**fit.runner.layout.split(delta), **beside}.items()}
+            client, steps = int(clients[row]), self._losses or [{"loss": self._reported[row]}]
+            with seeded_rng(0, fit.module.device):  # transforms of samples may draw
+                samples = fit.data.samples_of(client)
+                self.results.cause = describe_non_finite(client, parts, steps, samples)
         return replace(sent, delta=delta), dropped
 
     def _end_parts(self, delta: Tensor, lr: Tensor) -> dict[str, Tensor]:
@@ -377,7 +391,8 @@ class Round:
         )
         self.is_aggregated = True
         cohort = self.plan.cohort.tolist()
-        fit.warnings.note(self.plan.round + 1, cohort, self.results.dropped, kept_by)
+        results = self.results
+        fit.warnings.note(self.plan.round + 1, cohort, results.dropped, kept_by, results.cause)
         fit.boundary.passed()
 
     def _merge(self) -> None:

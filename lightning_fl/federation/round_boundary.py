@@ -99,24 +99,29 @@ class RoundBoundary:
 
     # --- the boundary -----------------------------------------------------------------------------
 
-    def note(self, state: dict[str, Any], store: Store, *, is_begun: bool = True) -> None:
+    def note(self, state: dict[str, Any], store: Store) -> None:
         """Record a boundary.
 
         Args:
             state: State of the loop, which must not change afterwards.
             store: Returns the client state at this boundary, whenever it is called.
-            is_begun: Whether training has started. If not, the checkpoint does not contain
-                Lightning's progress, so that a fit from it starts with the sanity check.
         """
-        checkpoint = self._now(False)
-        constant = {name: checkpoint.pop(name) for name in _CONSTANT if name in checkpoint}
-        checkpoint = deep_copy(checkpoint) | constant
+        checkpoint = self._copy(False)
         for optimizer in checkpoint["optimizer_states"]:
             optimizer["state"] = {}  # empty between rounds; client state is in the store
-        if not is_begun:
-            del checkpoint["loops"]
         checkpoint["callbacks"][self._key] = state
         self._last = _Boundary(checkpoint, store)
+
+    def note_start(self, state: dict[str, Any]) -> None:
+        """Record the model before a new run; no callback is asked for a state that is to come."""
+        self._last = _Boundary(self._copy(True) | {"callbacks": {self._key: state}}, None)
+
+    def _copy(self, weights_only: bool) -> dict[str, Any]:
+        """Return a copy of Lightning's current checkpoint, without the state of the loop."""
+        checkpoint = self._now(weights_only)
+        constant = {name: checkpoint.pop(name) for name in _CONSTANT if name in checkpoint}
+        copied: dict[str, Any] = deep_copy(checkpoint)
+        return copied | constant
 
     def adopt(self, checkpoint: dict[str, Any]) -> None:
         """Use the resumed checkpoint as the boundary until training starts."""

@@ -316,8 +316,8 @@ class ClientModule(TermModule):
         self.train_loss.reset()
         self._discard_losses()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Tensor]:
-        """Return the loss of a local step; with terms, also ``task_loss`` without terms."""
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any]:
+        """Return the loss of a local step; with terms, also ``task_loss`` and ``terms`` alone."""
         trace = None
         if self.recorder is None:
             outputs = self(batch[0])
@@ -339,9 +339,13 @@ class ClientModule(TermModule):
                 t.wants_trace and t.wants_global_trace for t in self.terms
             ):
                 anchor = ModelView(fixed, trace=self.recorder.fixed(fixed, batch[0]))
-            loss = loss + sum(self._term(i, own, anchor, batch) for i in range(len(self.terms)))
+            values = [self._term(i, own, anchor, batch) for i in range(len(self.terms))]
+            loss = loss + sum(values)
         self._record(loss, len(losses))
-        return loss if start is None else {"loss": loss, "task_loss": task_loss.detach()}
+        if start is None:
+            return loss
+        terms = {type(t).__name__: v for t, v in zip(self.terms, values, strict=True)}
+        return {"loss": loss, "task_loss": task_loss.detach(), "terms": terms}
 
     def _term(self, i: int, own: ModelView, anchor: ModelView, batch: Any) -> Tensor:
         """Return the value of a term, with the numbers of the policy in the place of its own."""

@@ -49,7 +49,8 @@ Signal = Literal["val_loss", "client_losses", "contributions"]
 class HyperparameterPolicy(nn.Module, ABC):
     """Choose the hyperparameters of each round and client, optionally learned from feedback.
 
-    Keep learned values in buffers, which are saved in the checkpoint.
+    Keep learned values in buffers, which are saved in the checkpoint. A buffer keeps its shape:
+    what grows belongs to ``get_extra_state``.
 
     Args:
         monitor: Name of the logged metric that is the validation loss, for policies that learn from

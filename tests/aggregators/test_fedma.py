@@ -128,27 +128,6 @@ class Turns(ClientSampler):
         return torch.tensor(self.cohorts[round])
 
 
-@pytest.mark.parametrize("group_size", [None, 2])
-def test_a_second_fit_goes_on_with_the_networks_of_clients(trainer, images, group_size):
-    """The module has the merged network, which is wider, after the first one."""
-
-    def made():
-        user = module()
-        wrapped = VectorizedClients(user, group_size, compile=False) if group_size else user
-        loop = FederatedLoop(FedMA(), policy=Schedule(num_steps=2), seed=0)
-        return user, wrapped, loop
-
-    whole, wrapped, loop = made()
-    trainer(loop, rounds=4).fit(wrapped, datamodule=images())
-    parts, wrapped, again = made()
-    twice = trainer(again, rounds=2)
-    twice.fit(wrapped, datamodule=images())
-    twice.fit_loop.max_epochs = 4
-    twice.fit(wrapped, datamodule=images())
-    assert again.rows == loop.rows
-    assert all(torch.equal(a, parts.state_dict()[n]) for n, a in whole.state_dict().items())
-
-
 def test_who_was_not_there_from_below_waits_for_the_next_pass(fit, images):
     rule = FedMA(seed=4)
     cohorts = [[0, 1], [1, 2], [0, 2], [0, 2]]

@@ -1,6 +1,7 @@
 """Faults: counts, replay, the virtual clock, and a federation that stands them."""
 
 import math
+import re
 import warnings
 
 import pytest
@@ -11,10 +12,20 @@ from torch.utils.data import TensorDataset
 from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import CoordinateMedian
 from lightning_fl.callbacks import ClientFaults, OnUpdates
-from lightning_fl.callbacks.faults import read_trace
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.types import FederationError
+
+
+class Written(ClientFaults):
+    """Faults by round (from 1) and client."""
+
+    def __init__(self, faults, **options):
+        super().__init__(**options)
+        self.faults = faults
+
+    def fault_of(self, seed, round, client):
+        return self.faults.get((round + 1, client))
 
 
 @pytest.mark.slow
@@ -42,16 +53,14 @@ def test_half_of_all_clients_fail_in_every_way(simulate):
     assert sum(row["val_acc"] > 0.9 for row in loop.rows) > 20
 
 
-def test_a_trace_is_replayed(simulate, tmp_path):
-    first = ClientFaults(dropout=0.3, blowup=0.2)
-    one, loop = simulate(first, rounds=5)
-    path = loop.table_path(loop.fit.trainer).with_name("faults.csv")
-    replayed = ClientFaults(trace=path)
-    two, _ = simulate(replayed, rounds=5)
-    assert replayed.happened == first.happened
-    assert len(first.happened) > 4
-    for a, b in zip(one.parameters(), two.parameters(), strict=True):
-        assert torch.equal(a, b)
+def test_faults_are_those_of_the_seed_whatever_the_rule_and_are_in_a_file(simulate):
+    runs = [(ClientFaults(dropout=0.3, blowup=0.2), rule) for rule in (None, CoordinateMedian())]
+    loops = [simulate(faults, rounds=5, aggregator=rule)[1] for faults, rule in runs]
+    assert runs[0][0].happened == runs[1][0].happened
+    path = loops[0].table_path(loops[0].fit.trainer).with_name("faults.csv")
+    lines = [",".join(map(str, each)) for each in runs[0][0].happened]
+    assert path.read_text().splitlines() == ["round,client,fault", *lines]
+    assert len(lines) > 4
 
 
 def test_a_callback_of_an_earlier_run_starts_anew(simulate):
@@ -61,10 +70,9 @@ def test_a_callback_of_an_earlier_run_starts_anew(simulate):
     assert (two.rows, faults.happened) == (one.rows, happened)
 
 
-def test_what_a_trace_says_happens(simulate, tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("round,client,fault\n1,2,dropout\n2,0,nan\n\n2,3, crash\n3,1,late\n")
-    _, loop = simulate(ClientFaults(trace=path))
+def test_a_subclass_says_what_happens(simulate):
+    faults = {(1, 2): "dropout", (2, 0): "nan", (2, 3): "crash", (3, 1): "late"}
+    _, loop = simulate(Written(faults))
     assert [row["dropped_clients"] for row in loop.rows] == ["2", "0 3", "1"]
     # Who is lost has no part in the round.
     assert [row["num_samples"] for row in loop.rows] == [90, 60, 90]
@@ -73,9 +81,8 @@ def test_what_a_trace_says_happens(simulate, tmp_path):
 @pytest.mark.parametrize(
     "wrap", [lambda module: module, lambda module: VectorizedClients(module, group_size=3)]
 )
-def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, tmp_path, wrap):
-    path = tmp_path / "trace.csv"
-    path.write_text("round,client,fault\n1,2,dropout\n1,0,nan\n2,3,crash\n2,0,blowup\n3,1,late\n")
+def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, wrap):
+    faults = {(1, 2): "dropout", (1, 0): "nan", (2, 3): "crash", (2, 0): "blowup", (3, 1): "late"}
     logged, messages = [], []
 
     class Read(Callback):
@@ -85,12 +92,14 @@ def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, tmp
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        _, loop = simulate(Read(), ClientFaults(trace=path), wrap=wrap, quiet=False)
+        _, loop = simulate(Read(), Written(faults), wrap=wrap, quiet=False)
     messages = [str(w.message) for w in found if "dropped" in str(w.message)]
+    messages[0] = re.sub(r"\d\.\d+ in local step [12]", "1 in local step 2", messages[0])
     assert messages == [
         "round 1: dropped 2 of 4 client updates: client 2 (dropped out), client 0 (non-finite"
-        " values). Non-finite values are in net.weight, net.bias. Later rounds are summarized"
-        " at the end of the fit",
+        " values). Non-finite values are in net.weight, net.bias. The loss of client 0 was 1 in"
+        " local step 2. Its training samples are finite. Later rounds are summarized at the end of"
+        " the fit",
         "dropped 4 of 12 client updates in 3 of 3 rounds (dropped out: 1, crashed: 1, too late: 1,"
         " non-finite values: 1): dropped_clients in the table of rounds names them",
     ]
@@ -99,15 +108,14 @@ def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, tmp
     assert table == logged == [[2, 1, 0, 0, 1], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0]]
 
 
-def test_dropped_clients_are_named_as_their_sites(simulate, tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("round,client,fault\n1,1,nan\n1,0,late\n1,2,nan\n")
+def test_dropped_clients_are_named_as_their_sites(simulate):
+    faults = Written({(1, 1): "nan", (1, 0): "late", (1, 2): "nan"})
     blobs = TensorDataset(torch.randn(12, 6, dtype=torch.float64), torch.arange(12) % 3)
     sites = {"north": blobs, "south's": blobs, "2": blobs}
     named = FederatedDataModule.from_clients(sites, val=blobs, batch_size=4)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        simulate(ClientFaults(trace=path), datamodule=named, min_clients=1, quiet=False)
+        simulate(faults, datamodule=named, min_clients=1, quiet=False)
     first = next(str(w.message) for w in found if "dropped" in str(w.message))
     assert "client 0 'north' (too late), clients 1 \"south's\", 2 (non-finite values)" in first
 
@@ -166,10 +174,9 @@ def test_the_virtual_clock_by_hand(simulate):
     assert float(deviations.mean()) == pytest.approx(0.0, abs=0.12)
 
 
-def test_the_server_waits_for_a_deadline_only_if_somebody_is_missing(simulate, tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("round,client,fault\n2,1,dropout\n")
-    _, loop = simulate(ClientFaults(trace=path, step_seconds=1.0, bandwidth=1e12, deadline=50.0))
+def test_the_server_waits_for_a_deadline_only_if_somebody_is_missing(simulate):
+    options = {"step_seconds": 1.0, "bandwidth": 1e12, "deadline": 50.0}
+    _, loop = simulate(Written({(2, 1): "dropout"}, **options))
     assert [row["virtual_time"] for row in loop.rows] == pytest.approx([2.0, 52.0, 54.0], abs=1e-5)
     _, loop = simulate(ClientFaults(step_seconds=1.0, deadline=1.5), min_clients=1)
     assert all(row["dropped"] == 4 for row in loop.rows)  # nobody is as fast
@@ -203,35 +210,6 @@ def test_stragglers_are_slow_as_often_as_said(simulate):
     each = [faults.seconds_of(3, round, 0, 1) for round in range(2000)]
     assert {round(value, 6) for value in each} == {1.0, 4.0}
     assert sum(value > 2 for value in each) / 2000 == pytest.approx(0.25, abs=0.04)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "must be 'round,client,fault'"),
-        ("client,round,fault\n", "the first line of the trace"),
-        ("round,client,fault\n1,2\n", "line 2 of the trace .* must contain .* got '1,2'"),
-        ("round,client,fault\n1,2,sleep\n", "one of dropout, crash, nan, late, blowup"),
-        ("round,client,fault\n1,-2,nan\n", "line 2"),
-        ("round,client,fault\n1,2,nan\n1.5,2,nan\n", "line 3"),
-        ("round,client,fault\n0,2,nan\n", "line 2 .* a round .from 1."),
-        ("round,client,fault\n1,2,nan\n1,2,crash\n", "line 3 .* another fault of client 2"),
-        ('round,client,fault\n"1,2,nan\n', "cannot be read"),
-    ],
-)
-def test_bad_traces(tmp_path, text, message):
-    path = tmp_path / "trace.csv"
-    path.write_text(text)
-    with pytest.raises(FederationError, match=message):
-        ClientFaults(trace=path)
-
-
-def test_no_trace_and_no_text(tmp_path):
-    with pytest.raises(FederationError, match="cannot be read"):
-        read_trace(tmp_path / "none.csv")
-    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FederationError, match="cannot be read"):
-        read_trace(tmp_path / "binary.csv")
 
 
 @pytest.mark.parametrize(

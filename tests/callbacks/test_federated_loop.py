@@ -1,5 +1,7 @@
 import copy
 import math
+import re
+import warnings
 from contextlib import nullcontext
 from itertools import count
 
@@ -452,7 +454,7 @@ def test_the_tensor_that_is_not_finite_is_named(fit, foreign):
             self.best = torch.minimum(self.best, loss.detach())
             return loss
 
-    with pytest.warns(UserWarning, match=r"Non-finite values are in best\. Later rounds"):
+    with pytest.warns(UserWarning, match=r"Non-finite values are in best\. The loss of .* was \d"):
         fit(Best().double(), FederatedLoop(buffers="average"))
 
 
@@ -473,6 +475,56 @@ def test_below_min_clients_the_server_keeps_its_model(fit, linear):
     assert torch.equal(module.net.weight, before)
     assert [row["dropped"] for row in loop.rows] == [2, 2]
     assert [row["kept"] for row in loop.rows] == [1, 1]
+
+
+class Loud(Proximal):
+    """Is much larger than the loss of the task from the second local step on."""
+
+    def forward(self, own, anchor, batch):
+        return 1e99 * super().forward(own, anchor, batch)
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_what_is_known_of_the_first_loss_that_is_not_finite_is_told(fit, data, blobs, group_size):
+    def warning(module, federated):
+        wrapped = VectorizedClients(module, group_size, compile=False) if group_size else module
+        loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=5))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(wrapped, loop, federated)
+        return next(str(w.message) for w in caught if "round 1: dropped" in str(w.message))
+
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    loud = ClientModule(nn.Linear(6, 3), [Proximal(0.1), Loud(1.0)], sgd).double()
+    told = warning(loud, data())
+    if group_size:  # the losses of later steps are those of all clients
+        words = (
+            r"The loss of client \d was \d\.\d+ in local step 1\. Its training samples are finite"
+        )
+    else:
+        words = (
+            r"The loss of client 0 is not finite from local step 4 on \(.*e\+\d+ in local step 3,"
+        )
+        words += r" most of it Loud\)\. Its training samples are finite\. Later"
+    assert re.search(words, told), told
+    federated = data()
+    federated.train.tensors[0].fill_(torch.nan)
+    told = warning(ClientModule(nn.Linear(6, 3), (), sgd).double(), federated)
+    words = (
+        r"is not finite from local step 1 on \(nan in local step 1\)\. Its training samples are not"
+    )
+    assert re.search(words, told)
+
+
+@pytest.mark.parametrize("rounds", [4, 7])
+def test_five_rounds_in_a_row_without_a_usable_update_are_told_once(fit, linear, rounds):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(linear(), FederatedLoop(), poisoned(range(4)), rounds=rounds)
+    told = [w for w in caught if "no update was usable in 5 rounds in a row" in str(w.message)]
+    assert len(told) == (rounds > 4)
 
 
 @pytest.mark.filterwarnings(
@@ -660,7 +712,7 @@ def test_a_fit_does_not_repeat_a_round_that_is_aggregated(trainer, foreign, data
     with pytest.raises(ZeroDivisionError):
         made.fit(module, datamodule=data())
     for _ in range(2):
-        with pytest.raises(FederationError, match="ended after the aggregation of round 2"):
+        with pytest.raises(FederationError, match="has trained in an earlier fit"):
             made.fit(module, datamodule=data())
 
 
@@ -1172,7 +1224,7 @@ def test_min_clients_above_the_cohort_is_refused(fit, foreign):
 
 def test_a_loop_that_has_run_is_refused_by_another_trainer(fit, foreign):
     loop = fit(foreign(), rounds=2)
-    with pytest.raises(FederationError, match="FederatedLoop is at round 2"):
+    with pytest.raises(FederationError, match="has trained in an earlier fit"):
         fit(foreign(), loop)
 
 
@@ -1207,36 +1259,20 @@ def test_a_new_policy_may_continue_with_what_another_has_learned(fit, foreign):
     assert len(loop.rows) == 1
 
 
-def test_a_second_fit_of_the_same_trainer_goes_on(foreign, data, trainer):
-    # Lightning sets optimizers and schedulers up anew for a second fit: only SGD goes on.
-    whole, parts = foreign(optimizer="sgd"), foreign(optimizer="sgd")
-    trainer(rounds=4).fit(whole, datamodule=data())
-    first = trainer(rounds=2)
-    first.fit(parts, datamodule=data())
+def test_a_second_fit_is_refused_without_a_checkpoint(foreign, data, trainer, tmp_path):
+    """It would continue with the state of the rule and of the clients, on whatever it is given."""
+    module, loop = foreign(optimizer="sgd"), FederatedLoop(buffers="average")
+    first = trainer(loop, rounds=2, enable_checkpointing=True, callbacks=[RoundCheckpoint()])
+    first.fit(module, datamodule=data())
     first.fit_loop.max_epochs = 4
-    first.fit(parts, datamodule=data())
-    assert same(whole.state_dict(), parts.state_dict())
-
-
-@pytest.mark.parametrize("options", [{"num_clients": 3}, {"seed": 5}])
-def test_a_second_fit_with_other_clients_is_refused(linear, data, trainer, options):
-    """States of clients would be those of others."""
-    made, first = linear(features=6), trainer(rounds=1)
-    first.fit(made, datamodule=data())
-    first.fit_loop.max_epochs = 2
-    with pytest.raises(FederationError, match="continues after round 1 with other clients"):
-        first.fit(made, datamodule=data(**options))
-    first.fit(made, datamodule=data())
-
-
-def test_a_second_fit_with_another_module_is_refused(linear, data, trainer):
-    """It would continue with the state of the rule and of the clients of the first one."""
-    made, first = linear(features=6), trainer(FederatedLoop(FedAdam()), rounds=1)
-    first.fit(made, datamodule=data())
-    first.fit_loop.max_epochs = 2
-    with pytest.raises(FederationError, match="continues after round 1 with another module"):
-        first.fit(linear(features=6), datamodule=data())
-    first.fit(VectorizedClients(made, compile=False), datamodule=data())
+    with pytest.raises(FederationError, match="has trained in an earlier fit: to continue, set"):
+        first.fit(module, datamodule=data())
+    path = first.checkpoint_callback.last_model_path or first.checkpoint_callback.best_model_path
+    first.fit(module, datamodule=data(), ckpt_path=path)
+    whole = foreign(optimizer="sgd")
+    trainer(FederatedLoop(buffers="average"), rounds=4).fit(whole, datamodule=data())
+    assert same(whole.state_dict(), module.state_dict())
+    assert len(loop.rows) == 4
 
 
 def test_a_loader_of_another_length_is_refused(fit, foreign, data):

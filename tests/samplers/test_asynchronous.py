@@ -32,6 +32,13 @@ def rounds(simulate, tmp_path):
     return run
 
 
+class Lost(ClientFaults):
+    """Clients that are lost in the first rounds."""
+
+    def fault_of(self, seed, round, client):
+        return {(0, 0): "dropout", (0, 1): "crash", (1, 3): "nan"}.get((round, client))
+
+
 TRACE = "0,1\n0,5\n1,2\n2,3\n3,2.5\n"
 
 
@@ -47,10 +54,8 @@ def test_a_trace_is_replayed_for_each_client_over_and_over(rounds):
     assert [row["staleness_max"] for row in loop.rows] == [0, 1, 2, 3, 2, 2, 5, 2, 4]
 
 
-def test_clients_that_are_lost_free_their_place_and_fill_the_buffer(rounds, tmp_path):
-    faults = tmp_path / "faults.csv"
-    faults.write_text("round,client,fault\n1,0,dropout\n1,1,crash\n2,3,nan\n")
-    callbacks = [ClientFaults(trace=faults)], [ClientFaults()]
+def test_clients_that_are_lost_free_their_place_and_fill_the_buffer(rounds):
+    callbacks = [Lost()], [ClientFaults()]
     lost, whole = (rounds(*each, text=TRACE, concurrency=4, size=2, rounds=4) for each in callbacks)
     names = ("virtual_time", "staleness_mean", "clients")
     assert [[r[n] for n in names] for r in lost.rows] == [[r[n] for n in names] for r in whole.rows]
@@ -101,11 +106,9 @@ def test_what_the_clock_cannot_know_is_refused(rounds, options, message):
         rounds(*options.pop("callbacks", []), **options)
 
 
-def test_the_faults_of_a_synchronous_run_are_refused(rounds, tmp_path):
-    faults = tmp_path / "faults.csv"
-    faults.write_text("round,client,fault\n1,0,late\n")
-    with pytest.raises(FederationError, match="the fault late in trace has no meaning"):
-        rounds(ClientFaults(trace=faults), text=TRACE)
+def test_the_deadline_of_a_synchronous_run_is_refused(rounds):
+    with pytest.raises(FederationError, match="deadline has no meaning in asynchronous rounds"):
+        rounds(ClientFaults(deadline=9.0), text=TRACE)
 
 
 def test_samples_that_arrive_over_time_are_refused(rounds, data):
