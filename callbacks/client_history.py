@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 #: Name of the file.
-HISTORY = "clients_by_round.csv.gz"
+HISTORY = "client_losses.csv.gz"
 #: Its columns.
 COLUMNS = ("round", "client", "outcome", "loss", "score")
 #: Outcomes of a client whose update was not dropped. Others are causes of drops.

@@ -76,7 +76,7 @@ class RunReport(Callback):
       rounds in which it was sampled, the number of its dropped updates, and ``train_acc``, the
       accuracy of the global model on its training samples. ``train_acc`` is omitted if there is a
       :class:`PersonalizedEvaluation`, which uses test samples, or if the module does not classify;
-    - ``clients_by_round.csv.gz``: one row for each client of a round, with its ``outcome``
+    - ``client_losses.csv.gz``: one row for each client of a round, with its ``outcome``
       (``arrived``, or the cause of the drop), its ``loss``, and its ``score``. The loss is that of
       the model which the client received, in its first local step. The score is the column
       ``server`` of a :class:`PersonalizedEvaluation` that comes before this callback, in the rounds

@@ -66,7 +66,7 @@ def names(folder):
 
 
 AT_START = ["environment.json", "partition.json", "partition.png"]
-BY_ROUND = "clients_by_round.csv.gz"
+BY_ROUND = "client_losses.csv.gz"
 ALL = sorted([*AT_START, "participation.csv", BY_ROUND, "rounds.csv", "rounds.png"])
 
 

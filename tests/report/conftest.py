@@ -70,7 +70,7 @@ def folder(tmp_path):
             "partition.json": partition_json([3, 2], [{0: 3}, {1: 2}], classes_per_client=1),
             "participation.csv": "client,train_samples,rounds,dropped,train_acc\n"
             "0,3,4,0,1.0\n1,2,4,1,0.5\n",
-            "clients_by_round.csv.gz": BY_ROUND,
+            "client_losses.csv.gz": BY_ROUND,
         } | {key.replace("__", "."): value for key, value in files.items()}
         for file, content in contents.items():
             if isinstance(content, bytes):

@@ -184,7 +184,7 @@ def test_an_unfinished_run_says_so(folder, undrawn):
 
 
 OTHERS = ("config__yaml", "environment__json", "partition__json", "participation__csv")
-OTHERS += ("clients_by_round__csv__gz",)
+OTHERS += ("client_losses__csv__gz",)
 
 
 def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alarms(folder, undrawn):
@@ -215,8 +215,8 @@ def test_the_clients_that_lost_most_are_named_first(folder, undrawn):
 def test_a_run_in_which_every_update_was_dropped_is_never_the_best(folder):
     rounds = "round,clients,dropped,non_finite,kept,val_acc\n1,2,2,2,1,0.9\n2,2,2,2,1,0.9\n"
     lost = {"rounds__csv": rounds}
-    lost["clients_by_round__csv__gz"] = by_round("1,55", "2,55", legend="5=non_finite")
-    bare = {"clients_by_round__csv__gz": None}
+    lost["client_losses__csv__gz"] = by_round("1,55", "2,55", legend="5=non_finite")
+    bare = {"client_losses__csv__gz": None}
     groups = [
         Group(name, [read_run(folder(f"{name}/v", (0.1, last), **bare))])
         for name, last in (("good", 0.2), ("fine", 0.3))
@@ -303,7 +303,7 @@ def two_groups(folder, config):
         path = folder(
             f"digits/version_{i}",
             accuracies=(0.1, last),
-            clients_by_round__csv__gz=by_round("1,11", "2,11"),
+            client_losses__csv__gz=by_round("1,11", "2,11"),
             config__yaml=config(seed_everything=i % 2, federation__client_fraction=share),
             environment__json=json.dumps(told),
         )
@@ -430,7 +430,7 @@ def test_runs_that_have_nothing_in_common_can_be_compared(folder, config):
 def test_seeds_and_clients_are_names_and_what_nobody_logged_has_no_column(folder, undrawn):
     files = {"rounds__csv": "round,virtual_time\n1,150\n", "config__yaml": None}
     files["participation__csv"] = "client,train_samples\n1234,1\n"
-    files["clients_by_round__csv__gz"] = None
+    files["client_losses__csv__gz"] = None
     told = json.dumps({"seed": 12345})
     runs = [read_run(folder(f"{i}/v", environment__json=told, **files)) for i in range(2)]
     page = about_groups(group(runs))
@@ -617,7 +617,7 @@ def test_values_under_the_pointer_have_six_digits_or_all_before_the_point():
 
 
 def write_by_round(path, *lines, **options):
-    (path / "clients_by_round.csv.gz").write_bytes(by_round(*lines, **options))
+    (path / "client_losses.csv.gz").write_bytes(by_round(*lines, **options))
     return path
 
 
@@ -642,7 +642,7 @@ def test_a_client_whose_loss_does_not_fall_is_named_and_every_loss_has_a_curve(f
     losses = [[2.0, 1.0, 0.5, 0.25], [0.5, 1.0, "nan", 4.0], [0.001, 0.001, 0.0009, 0.0005]]
     names = "client,train_samples,name\n0,3,north\n1,2,south\n2,2,east\n"
     files = {"participation__csv": names}
-    files["clients_by_round__csv__gz"] = by_round(*(f"{i},111" for i in range(1, 5)), losses=losses)
+    files["client_losses__csv__gz"] = by_round(*(f"{i},111" for i in range(1, 5)), losses=losses)
     page = about_run(read_run(folder(**files)))
     (section,) = (s for s in page.sections if s.title == "Clients")
     assert section.text[-1].startswith("The loss of 1 client did not fall (")
@@ -712,7 +712,7 @@ def test_a_large_federation_fits_into_two_megabytes(folder, manifest, undrawn):
         "participation__csv": "\n".join(["client,train_samples,rounds,dropped,train_acc", *lines]),
     }
     path = folder(**files)
-    (path / "clients_by_round.csv.gz").write_bytes(record.csv_gz())
+    (path / "client_losses.csv.gz").write_bytes(record.csv_gz())
     page = page_of(report(path))
     assert (path / "report.html").stat().st_size < 2_000_000
     assert "The 200 worst and the 200 best of 10,000 clients;" in page.text
@@ -792,7 +792,7 @@ def test_best_group_has_no_alarm_and_is_separated_by_seeds_or_not(folder):
                     (0.0, last),
                     environment__json=json.dumps({"seed": seed}),
                     # The update of a client was dropped in half of its rounds.
-                    clients_by_round__csv__gz=by_round("1,11", "2,1" + "12"[name == "lost"]),
+                    client_losses__csv__gz=by_round("1,11", "2,1" + "12"[name == "lost"]),
                 )
                 for seed, last in enumerate(values)
             ]
@@ -848,7 +848,7 @@ def three_seeds(folder):
                     f"{name}/version_{i}",
                     (0, v),
                     environment__json=json.dumps({"seed": i}),
-                    clients_by_round__csv__gz=by_round("1,11", "2,11"),
+                    client_losses__csv__gz=by_round("1,11", "2,11"),
                 )
                 for i, v in enumerate(values)
             ]

@@ -35,7 +35,7 @@ def test_a_folder_is_read(folder):
 
 def test_a_table_of_rounds_is_enough(folder):
     others = ("config__yaml", "environment__json", "partition__json", "participation__csv")
-    others += ("clients_by_round__csv__gz",)
+    others += ("client_losses__csv__gz",)
     run = read_run(folder(**dict.fromkeys(others)))
     assert run.rounds == 4
     assert run.planned is None
@@ -91,7 +91,7 @@ def test_a_table_without_rounds_raises(folder, text):
         ("config__yaml", "!!python/object/apply:os.system ['false']"),
         ("environment__json", "{"),
         ("partition__json", '{"clients": 3}'),
-        ("clients_by_round__csv__gz", b"text"),
+        ("client_losses__csv__gz", b"text"),
     ],
 )
 def test_damaged_file_raises_and_is_named(folder, file, content):
@@ -112,7 +112,7 @@ def test_a_file_that_is_a_symbolic_link_is_not_followed(folder, tmp_path, name):
 def test_losses_and_scores_are_read(folder):
     table = b"round,client,outcome,loss,score\n1,0,arrived,2.5,\n1,1,low_battery,nan,0.5\n"
     table += b"2,0,not_sampled,,0.25\n"
-    outcomes = read_run(folder(clients_by_round__csv__gz=gzip.compress(table))).outcomes
+    outcomes = read_run(folder(client_losses__csv__gz=gzip.compress(table))).outcomes
     assert outcomes.names[:2] == ["not sampled", "arrived"]
     assert outcomes.names[-1] == "low battery"
     assert outcomes.codes.tolist() == [[1, 6], [0, 0]]
