@@ -29,6 +29,7 @@ IMPORTED = {
     "torch.nn.modules.batchnorm": ["_BatchNorm", "_NormBase"],
     "torch.nn.modules.dropout": ["_DropoutNd"],
     "torch.nn.utils.parametrizations": ["_SpectralNorm"],
+    "torch.utils._python_dispatch": ["TorchDispatchMode"],
     "torch.utils._pytree": ["tree_flatten", "tree_leaves", "tree_map"],
 }
 #: Attributes of a Trainer whose fit has not begun.
