@@ -17,7 +17,7 @@ from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, lock_folders
 from lightning_fl.callbacks.hyperparameters import RoundLog, log_hyperparameters
 from lightning_fl.callbacks.lean_steps import lean_steps
-from lightning_fl.callbacks.step_hooks import follow_steps
+from lightning_fl.callbacks.round_events import follow_steps
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.federation.checkpoints import NOT_BEGUN, Resume, load_by_name

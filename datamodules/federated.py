@@ -34,7 +34,7 @@ from lightning_fl.errors import FederationError, check_package
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.partition import IID, Manifest, Partition
-from lightning_fl.runners.step_hooks import TRANSFER_HOOKS
+from lightning_fl.runners.user_hooks import TRANSFER_HOOKS
 
 
 class FederatedDataModule(LightningDataModule):

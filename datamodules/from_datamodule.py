@@ -15,7 +15,7 @@ from lightning_fl.errors import FederationError, check_package
 from lightning_fl.hooks import overrides
 from lightning_fl.options import is_list
 from lightning_fl.partition import Partition
-from lightning_fl.runners.step_hooks import TRANSFER_HOOKS
+from lightning_fl.runners.user_hooks import TRANSFER_HOOKS
 
 
 class FromDataModule(FederatedDataModule):

@@ -5,8 +5,8 @@ from lightning_fl.aggregators.afl import AFL
 from lightning_fl.aggregators.asynchronous import AsynchronousAggregator
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.aggregators.clustered import ClusteredFL
-from lightning_fl.aggregators.control import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.downpour import Downpour
+from lightning_fl.aggregators.dp_fedavg import DPFedAvg
 from lightning_fl.aggregators.fedasync import FedAsync
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.aggregators.fedbuff import FedBuff
@@ -17,9 +17,9 @@ from lightning_fl.aggregators.fednova import FedNova
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from lightning_fl.aggregators.flexlora import FlexLoRA
 from lightning_fl.aggregators.gossip import Gossip
+from lightning_fl.aggregators.loss_weights import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.matching import PFNM, FedMA, NeuronMatching, StreamingPFNM
 from lightning_fl.aggregators.power_of_choice import PowerOfChoice
-from lightning_fl.aggregators.private import DPFedAvg
 from lightning_fl.aggregators.qfedavg import QFedAvg
 from lightning_fl.aggregators.robust import (
     CoordinateMedian,

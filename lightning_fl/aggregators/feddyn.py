@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.aggregators.local_solver import check_constant_sizes
+from lightning_fl.aggregators.local_training import check_constant_sizes
 from lightning_fl.contracts.client_part import ClientContext, ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan

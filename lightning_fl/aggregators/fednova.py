@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_fl.aggregators.fedopt import FedOpt
-from lightning_fl.aggregators.local_solver import check_sgd
+from lightning_fl.aggregators.local_training import check_sgd
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.contracts.update import ClientUpdate

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.fedavg import FedAvg
-from lightning_fl.aggregators.local_solver import check_constant_sizes, check_plain_sgd
+from lightning_fl.aggregators.local_training import check_constant_sizes, check_plain_sgd
 from lightning_fl.contracts.client_part import ClientContext, ClientPart, check_losses
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_fl.federation.plan import Planner
+from lightning_fl.federation.planner import Planner
 from lightning_fl.federation.round import Round
 from lightning_fl.hooks import properties_set
 

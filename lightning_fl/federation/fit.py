@@ -28,10 +28,10 @@ from lightning_fl.federation.checks import (
     check_policy,
     checked_optimizers,
 )
+from lightning_fl.federation.client_memory import ClientMemory
 from lightning_fl.federation.dropped import DropWarnings
 from lightning_fl.federation.measures import Measures, evaluating, on_device
-from lightning_fl.federation.memory import ClientMemory
-from lightning_fl.federation.plan import Planner
+from lightning_fl.federation.planner import Planner
 from lightning_fl.federation.processes import Processes
 from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.round_boundary import RoundBoundary

@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
-    r"""Return the weighted mean of rows (McMahan et al., 2017, Algorithm 1).
+    r"""Return the weighted mean of rows, for rules that hold all updates.
+
+    :class:`~lightning_fl.aggregators.FedAvg` sums in any order instead; see
+    :mod:`~lightning_fl.functional.summation`.
 
     .. math:: \sum_k w_k x_k / \sum_k w_k
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
-from lightning_fl.functional.matching import Matching, Posterior, Process, match
+from lightning_fl.functional.neuron_matching import Matching, Posterior, Process, match
 from lightning_fl.options import check_integer, check_number
 
 Layers = Sequence[tuple[Tensor, Tensor]]
@@ -95,11 +95,11 @@ class MatchingOptions:
         prior_variance: Variance :math:`\sigma_0^2` of atoms around the prior mean.
         gamma: Concentration :math:`\gamma_0`. Larger values give wider networks.
         bias_mean: Prior mean of biases. The prior mean of weights is 0.
-        popularity: See :class:`~lightning_fl.functional.matching.Process`.
-        cap: See :class:`~lightning_fl.functional.matching.Process`.
+        popularity: See :class:`~lightning_fl.functional.neuron_matching.Process`.
+        cap: See :class:`~lightning_fl.functional.neuron_matching.Process`.
         max_width: Width of a hidden layer from which a client may add only one neuron (``most`` of
-            :class:`~lightning_fl.functional.matching.Process`).
-        sweeps: See :func:`~lightning_fl.functional.matching.match`.
+            :class:`~lightning_fl.functional.neuron_matching.Process`).
+        sweeps: See :func:`~lightning_fl.functional.neuron_matching.match`.
 
     Raises:
         FederationError: If an option is out of range.
@@ -170,10 +170,11 @@ def match_networks(
             equal weight.
         options: Options of the matching.
         orders: Orders of clients in each hidden layer; see
-            :func:`~lightning_fl.functional.matching.match`. None draws separate orders for each.
+            :func:`~lightning_fl.functional.neuron_matching.match`. None draws separate orders for
+            each.
         start: Initial assignments of each hidden layer and client, the lowest layer first; see
-            :func:`~lightning_fl.functional.matching.match`.
-        generator: See :func:`~lightning_fl.functional.matching.match`.
+            :func:`~lightning_fl.functional.neuron_matching.match`.
+        generator: See :func:`~lightning_fl.functional.neuron_matching.match`.
         past: Posterior after the previous steps of a stream, ``NetworkPosterior()`` in the first
             step. None without a stream.
 
@@ -234,7 +235,7 @@ def match_upwards(
         class_counts: See :func:`match_networks`.
         options: Options of the matching.
         orders: See :func:`match_networks`.
-        generator: See :func:`~lightning_fl.functional.matching.match`.
+        generator: See :func:`~lightning_fl.functional.neuron_matching.match`.
         known: Fixed assignments of the lowest hidden layers for each client. These are layers that
             the clients received and did not change.
 

@@ -367,16 +367,14 @@ class ClientRunner(ABC):
 
     @torch.no_grad()
     def _complete_gradients(self) -> None:
-        """Add the terms to the gradients; a missing gradient counts as zero.
-
-        Gradients of parameters that clients do not train in this step are removed.
-        """
+        """Add the terms to the gradients, of which missing ones are 0, and hold those of phases."""
         params = self.client_parameters()
         for term in self.gradient_terms:
-            found = {name: self._trained_tensor(name).grad for name in params}
             gradients = {
-                name: torch.zeros_like(params[name]) if g is None else g.view_as(params[name])
-                for name, g in found.items()
+                n: torch.zeros_like(p)
+                if (g := self._trained_tensor(n).grad) is None
+                else g.view_as(p)
+                for n, p in params.items()
             }
             for name, value in term(params, gradients).items():
                 param = self._trained_tensor(name)

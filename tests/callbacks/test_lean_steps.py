@@ -15,7 +15,7 @@ from torch import nn
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
-from lightning_fl.runners.step_hooks import GRADIENT_HOOKS, callbacks_with
+from lightning_fl.runners.user_hooks import GRADIENT_HOOKS, callbacks_with
 from lightning_fl.types import FederationError
 from recorded import CALLBACK_HOOKS, recorded, steps_by_lightning
 

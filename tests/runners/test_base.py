@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_fl.runners import SequentialRunner, TensorList, VectorizedClients, client_runner
-from lightning_fl.runners.vectorized import VectorizedRunner
+from lightning_fl.runners.vectorized_runner import VectorizedRunner
 from lightning_fl.types import FederationError, ServerState
 
 

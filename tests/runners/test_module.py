@@ -17,7 +17,7 @@ from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import RoundCheckpoint
 from lightning_fl.objectives import Proximal, Term
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners.vectorized import Stacks
+from lightning_fl.runners.vectorized_runner import Stacks
 from lightning_fl.types import FederationError
 from linear import Linear
 from own_starts import OwnStarts

@@ -257,7 +257,7 @@ def test_a_module_that_cannot_be_copied_trains_one_client_after_another(train, m
 
 
 def test_a_large_module_is_vectorized_unchecked(train, made, monkeypatch, caplog):
-    monkeypatch.setattr("lightning_fl.runners.module.MAX_BYTES", 100)
+    monkeypatch.setattr("lightning_fl.runners.vectorized_clients.MAX_BYTES", 100)
     monkeypatch.setattr(self_check, "VectorizedCheck", None)
     with caplog.at_level("INFO", "lightning.pytorch"):
         train(made(), 3)

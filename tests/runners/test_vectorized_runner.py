@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_fl.runners import VectorizedClients, client_runner
-from lightning_fl.runners.vectorized import VectorizedRunner
+from lightning_fl.runners.vectorized_runner import VectorizedRunner
 from lightning_fl.types import ServerState
 
 LR = [0.1, 0.2, 0.05]

@@ -8,7 +8,7 @@ from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
-from lightning_fl.federation.memory import ClientMemory
+from lightning_fl.federation.client_memory import ClientMemory
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import Quantize, TopK, UpdateTransform
 from lightning_fl.types import ClientUpdate, Cohort, FederationError

@@ -1,7 +1,7 @@
 """Rules that match the neurons of clients: PFNM, StreamingPFNM and FedMA.
 
 ``NeuronMatching`` is their base class. The mathematics of the neurons of a layer is in
-``functional/matching.py``, of whole networks in ``functional/networks.py``.
+``functional/neuron_matching.py``, of whole networks in ``functional/networks.py``.
 """
 
 from lightning_fl.aggregators.matching.fedma import FedMA

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_fl.functional.matching import Matching
+from lightning_fl.functional.neuron_matching import Matching
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

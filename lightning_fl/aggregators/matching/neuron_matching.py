@@ -62,7 +62,7 @@ class NeuronMatching(Aggregator):
         bias_mean: Prior mean of biases.
         sweeps: Number of sweeps over clients in the first round. Later rounds use at most three.
         popularity: Weight of the number of other clients that have an atom; see
-            :class:`~lightning_fl.functional.matching.Process`.
+            :class:`~lightning_fl.functional.neuron_matching.Process`.
         cap: Upper bound on the counts of an atom. None means no bound.
         max_width: Width of a merged layer from which each client may add only one neuron (or as
             many as it has more than the layer). None means no limit.

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lightning_fl.aggregators.matching.client_networks import padded
 from lightning_fl.aggregators.matching.layer_stack import Layers
 from lightning_fl.aggregators.matching.neuron_matching import NeuronMatching
-from lightning_fl.functional.matching import Posterior
 from lightning_fl.functional.networks import (
     MatchedNetwork,
     MatchingOptions,
@@ -19,6 +18,7 @@ from lightning_fl.functional.networks import (
     match_networks,
     part_of,
 )
+from lightning_fl.functional.neuron_matching import Posterior
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.tables import make_place, with_place
 from lightning_fl.options import check_integer, check_number

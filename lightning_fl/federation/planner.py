@@ -115,8 +115,8 @@ def draw_values(
 class Planner:
     """Draw the plan of each round.
 
-    A plan depends on the seed of the run, the round and the state of the policy only. The state of
-    the policy is saved in checkpoints.
+    A plan depends on the seed of the run, the round, the data, and the states of the policy and the
+    rule, which are saved in checkpoints.
 
     Args:
         trainer: The Trainer of the fit.

@@ -19,11 +19,10 @@ from lightning_fl.runners.compiled import MOST_GRAPHS, Graphs, graph_of, shape_o
 from lightning_fl.runners.groups import knows_weights
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 from lightning_fl.runners.logs import StepLogs
-from lightning_fl.runners.memory import keep_freed_memory
+from lightning_fl.runners.malloc import keep_freed_memory
 from lightning_fl.runners.optimizer import PROPORTIONAL, Rows, fresh, params_of, step_hooks_of
 from lightning_fl.runners.samples import BatchSamples, Collated, Padded, Samples
 from lightning_fl.runners.stacks import Stacks
-from lightning_fl.runners.step_hooks import hooked_parts
 from lightning_fl.runners.tensors import (
     beside,
     flatten,
@@ -33,6 +32,7 @@ from lightning_fl.runners.tensors import (
     to_cpu,
     unflatten,
 )
+from lightning_fl.runners.user_hooks import hooked_parts
 
 
 class VectorizedRunner(ClientRunner):

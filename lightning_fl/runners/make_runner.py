@@ -9,9 +9,9 @@ from lightning.pytorch import LightningModule
 
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
 from lightning_fl.runners.local_tensors import split_tensors
-from lightning_fl.runners.module import VectorizedClients
 from lightning_fl.runners.sequential import SequentialRunner
-from lightning_fl.runners.vectorized import VectorizedRunner
+from lightning_fl.runners.vectorized_clients import VectorizedClients
+from lightning_fl.runners.vectorized_runner import VectorizedRunner
 
 
 def user_module(module: LightningModule) -> LightningModule:

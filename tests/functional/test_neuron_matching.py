@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fl.functional.matching import (
-    Posterior,
-    Process,
-    best_assignment,
-    gains,
-    match,
-)
 from lightning_fl.functional.networks import (
     MatchingOptions,
     NetworkPosterior,
     match_networks,
     match_upwards,
+)
+from lightning_fl.functional.neuron_matching import (
+    Posterior,
+    Process,
+    best_assignment,
+    gains,
+    match,
 )
 from lightning_fl.types import FederationError
 

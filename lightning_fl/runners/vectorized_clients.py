@@ -28,7 +28,8 @@ from lightning_fl.runners.local_tensors import split_tensors
 from lightning_fl.runners.optimizer import optimizers_in, restack, why_not_elementwise
 from lightning_fl.runners.samples import BatchSamples, each_of
 from lightning_fl.runners.self_check import MAX_BYTES, VectorizedCheck
-from lightning_fl.runners.step_hooks import (
+from lightning_fl.runners.step_module import StepModule
+from lightning_fl.runners.user_hooks import (
     BATCH_HOOKS,
     GRADIENT_HOOKS,
     callbacks_with,
@@ -36,8 +37,7 @@ from lightning_fl.runners.step_hooks import (
     hooks_of,
     why_alone,
 )
-from lightning_fl.runners.step_module import StepModule
-from lightning_fl.runners.vectorized import VectorizedRunner
+from lightning_fl.runners.vectorized_runner import VectorizedRunner
 
 #: Methods of the module itself, if clients train one after another.
 OF_MODULE = ("training_step", "configure_optimizers")
