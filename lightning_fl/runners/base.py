@@ -359,7 +359,7 @@ class ClientRunner(ABC):
             delta[:, at:] = 0
         return delta
 
-    # --- gradients --------------------------------------------------------------------------------
+    # --- gradients and phases ---------------------------------------------------------------------
 
     def add_to_gradients(self, term: GradientTerm) -> None:
         """Add a term to the gradients of all later steps of the clients in training."""
@@ -386,8 +386,6 @@ class ClientRunner(ABC):
     @abstractmethod
     def _trained_tensor(self, name: str) -> nn.Parameter:
         """Return the tensor in the optimizer that holds a parameter."""
-
-    # --- phases -----------------------------------------------------------------------------------
 
     def set_phases(self, phases: Sequence[Phase]) -> None:
         """Set the phases of local training.
