@@ -480,7 +480,7 @@ def test_a_file_that_is_no_checkpoint_is_an_error(cli, tmp_path, write, message)
     write(tmp_path / "x.ckpt")
     command = ("test", "--config", DIGITS) if message.startswith("no") else FIT
     assert message in cli(*command, "--ckpt_path=x.ckpt", expect=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["x.ckpt"]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class FedExP(FedAvg):
         FederationError: If an option is out of range.
 
     Example:
+        >>> import torch
         >>> rule = FedExP(eps=0.0)
         >>> rule.start(torch.zeros(4))
         >>> rule.update(ClientUpdate(torch.arange(4), torch.eye(4), torch.ones(4)))

@@ -128,9 +128,11 @@ class FederatedCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Create the folder of a new fit, and wrap the model if ``--vectorize`` is set."""
         config = self.config[self.subcommand]
-        is_new = self.subcommand == "fit" and config.ckpt_path is None
-        if is_new and not config.trainer.fast_dev_run:
-            self.run_folder, self._has_created = create_folder(self.run_folder.parent)
+        if self.subcommand == "fit" and not config.trainer.fast_dev_run:
+            if config.ckpt_path is None:
+                self.run_folder, self._has_created = create_folder(self.run_folder.parent)
+            else:
+                self._has_created = not self.run_folder.exists()
         with self._leaving_nothing():
             super().instantiate_classes()
             if self.subcommand == "fit" and (given := self.config_init.fit.vectorize) is not None:

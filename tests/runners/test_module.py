@@ -495,7 +495,7 @@ def test_one_vectorized_client_draws_what_the_module_draws(train, tiny):
     train(plain)
     train(vectorized, 1)
     for a, b in zip(plain.parameters(), vectorized.parameters(), strict=True):
-        assert torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)  # products of batches are rounded
 
 
 def test_vectorized_clients_draw_different_numbers(train, tiny):
