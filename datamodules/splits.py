@@ -169,7 +169,7 @@ def labels_of(data: Any) -> Tensor | None:
 
 
 def samples_checksum(data: Any, labels: Tensor | None) -> str:
-    """Return a checksum of the labels and the :func:`sample_ids` of samples, in order.
+    """Return a checksum of the labels and the ``sample_ids`` of samples, in order.
 
     It tells whether samples have the same indices as before, as far as that is known without
     reading them.

@@ -36,7 +36,7 @@ class InMemory(TensorDataset):
         #: Key of each sample for ``Natural``, and names of keys that are indices; None if unknown.
         self.keys: Any = None
         self.key_names: Sequence[str] | None = None
-        #: Numbers of the samples, if they were copied; see :func:`sample_ids`.
+        #: Numbers of the samples, if they were copied; see ``sample_ids``.
         self.indices: Sequence[int] | Tensor | None = None
 
     @property

@@ -88,6 +88,8 @@ nitpick_ignore_regex = [
     # Parts of a sampler, of the report, of matching and of a step that are not public.
     ("py:class", r"lightning_fl\.(samplers\.(clock|durations)|callbacks\.client_history)\.\w+"),
     ("py:class", r"lightning_fl\.(aggregators\.matching|runners\.step_module)\.[\w.]+"),
+    # Base classes that are not public.
+    ("py:class", r"lightning_fl\.(objectives\.(terms|calibrated)|policies\.base)\.\w+"),
 ]
 
 

@@ -49,7 +49,7 @@ class ModelView:
         trace: Recorded activations, if a term requires them.
         module: Module in training, for its loss with other tensors
             (:meth:`ClientModule.loss_with`) and its mean over samples
-            (:meth:`ClientModule.mean_of`). None for the global model.
+            (``module.mean_of``). None for the global model.
     """
 
     params: dict[str, Tensor]
@@ -69,7 +69,7 @@ class Term(nn.Module, ABC):
     """
 
     #: True if the term uses the samples other than through :meth:`ClientModule.loss_with` and
-    #: :meth:`ClientModule.mean_of`. Vectorized clients are then not padded with samples of
+    #: ``module.mean_of``. Vectorized clients are then not padded with samples of
     #: weight 0.
     uses_batch = True
     #: True if the term uses recorded activations of the client model. :meth:`Term.build` is then
