@@ -26,7 +26,8 @@ class CalibratedLoss(Term):
     def prepare(self, module: TermModule) -> None:
         """Check that the classes of the samples are known."""
         data: Any = getattr(module.trainer, "datamodule", None)
-        if getattr(data, "class_counts", None) is None:
+        is_elsewhere = hasattr(data, "example") and data.example() is None
+        if getattr(data, "class_counts", None) is None and not is_elsewhere:
             raise FederationError(
                 f"{type(self).__name__} requires the number of samples of each class, and the data"
                 " module has no class_counts: use a FederatedDataModule whose labels are integers"

@@ -12,7 +12,7 @@ from adapted import Adapted
 from apart import compare, federation
 from lightning_fl import ClientModule, aggregators, policies, samplers
 from lightning_fl.aggregators import AFL, PowerOfChoice
-from lightning_fl.objectives import Proximal
+from lightning_fl.objectives import FedLC, Proximal
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
@@ -106,3 +106,14 @@ def test_a_policy(tmp_path, name, kind):
 def test_a_sampler(tmp_path, name, kind):
     rules = {"AFLSampler": AFL(0.1, mode="sampling"), "HighLossSampler": PowerOfChoice()}
     check(name, tmp_path, rules.get(name), sampler=kind(**OPTIONS.get(name, {})))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_term_gets_the_class_counts_of_its_client(tmp_path, own):
+    def make():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+        return ClientModule(net, [FedLC()], partial(torch.optim.SGD, lr=0.1))
+
+    options = {"policy": Schedule(lr=0.1, local_epochs=1), "clients_per_round": 4}
+    compare(tmp_path, make, own=own, **options)
