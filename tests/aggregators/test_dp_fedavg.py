@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from scipy import stats
 
 from lightning_fl import ClientModule
-from lightning_fl.aggregators import DPFedAvg, FedAvg, private
+from lightning_fl.aggregators import DPFedAvg, FedAvg, dp_fedavg
 from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.contracts.context import Federation
 from lightning_fl.functional.privacy import epsilon
@@ -100,7 +100,7 @@ def test_the_norm_follows_the_quantile_by_hand():
 
 def test_the_count_is_noisy_and_updates_pay_for_it(monkeypatch):
     # With the count, epsilon is that of the noise multiplier, which need not be found 400 times.
-    monkeypatch.setattr(private, "epsilon", lambda ledger, delta, cohort: ledger)
+    monkeypatch.setattr(dp_fedavg, "epsilon", lambda ledger, delta, cohort: ledger)
     parts = []
     for seed in range(400):
         cohort = Cohort(size=10, clients=100, drawn="poisson")
@@ -183,7 +183,7 @@ def test_a_whole_number_of_noise_goes_on_from_a_checkpoint():
 
 def test_rounds_of_nobody_are_rounds(simulate, monkeypatch):
     """With coins of 1/8 for 8 clients a third of the rounds is empty, and has its noise."""
-    monkeypatch.setattr(private, "epsilon", lambda *_: 1.0)
+    monkeypatch.setattr(dp_fedavg, "epsilon", lambda *_: 1.0)
     rule = DPFedAvg(noise_multiplier=1.0)
     options = {"clients_per_round": 1, "clients": 8, "sampler": PoissonSampler(), "rounds": 12}
     before, moved = [], []

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lightning_fl.runners import memory
+from lightning_fl.runners import malloc
 
 #: Prints MiB that a process still holds of the 16 that it has freed. The module is run by its path:
 #: to import the package takes nine seconds.
@@ -29,11 +29,11 @@ print(held() - before)
     ("keep", "least", "most"), [("assert keep_freed_memory()", 15, 20), ("", -1, 1)]
 )
 def test_freed_memory_is_kept(keep, least, most):
-    command = [sys.executable, "-c", SCRIPT.format(path=memory.__file__, keep=keep)]
+    command = [sys.executable, "-c", SCRIPT.format(path=malloc.__file__, keep=keep)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     assert least <= float(out) <= most
 
 
 def test_elsewhere_nothing_happens(monkeypatch):
-    monkeypatch.setattr(memory.sys, "platform", "darwin")
-    assert memory.keep_freed_memory.__wrapped__() is False
+    monkeypatch.setattr(malloc.sys, "platform", "darwin")
+    assert malloc.keep_freed_memory.__wrapped__() is False
