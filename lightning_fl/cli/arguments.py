@@ -118,7 +118,7 @@ def command_parser() -> ArgumentParser:
     add("--output", help="An .html file; default: report.html in the run, or in this folder.")
     add("--title", help="Title of the report; default: the names of the runs.")
     add("--metric", help="Column of rounds.csv that judges runs; default: accuracy, else loss.")
-    add("--mode", choices=["max", "min"], help="Best value of --metric; default: min for a loss.")
+    add("--mode", choices=["max", "min"], help="Best value of --metric, if its name does not tell.")
     add("--latex", help="A file for a table of the groups in LaTeX, in addition to the page.")
     add("--columns", nargs="+", default=[], help="Its columns; default: final and test metrics.")
     add("--percent", action="store_true", help="Shares in percent in this table.")

@@ -91,7 +91,8 @@ class ClientModule(TermModule):
     Logs ``train_loss``, ``val_loss`` and ``val_acc`` once per round, and ``test_loss`` and
     ``test_acc`` in a test. ``train_loss`` is the mean loss over the local training samples,
     including terms, without clients with a non-finite loss. A batch is ``(x, y)`` with class
-    indices ``y``. For other tasks override :meth:`federated_losses`; a ``training_step`` of a
+    indices ``y``. For other tasks override :meth:`federated_losses`; accuracies are logged for
+    scores of two classes or more and integer labels only. A ``training_step`` of a
     subclass must call ``super().training_step`` to add the terms. Parameters that a subclass
     lists in :attr:`federated_local_parameters` stay with each client.
 
@@ -419,9 +420,10 @@ class ClientModule(TermModule):
     ) -> None:
         outputs = self(batch[0])
         loss.update(self.federated_losses(batch, outputs))
-        accuracy.update(outputs, batch[1])
         self.log(f"{name}_loss", loss)
-        self.log(f"{name}_acc", accuracy, prog_bar=True)
+        if not batch[1].is_floating_point() and outputs.ndim > 1 and outputs.shape[1] > 1:
+            accuracy.update(outputs, batch[1])
+            self.log(f"{name}_acc", accuracy, prog_bar=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the logits of a batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -198,6 +198,7 @@ def clients(run: Run) -> Section:
             f"{listed([client_label(client, run) for client in stuck], 10)}."
             ' See "When a client does not learn" in the documentation.'
         )
+    text += _far_above(curves.get("loss", {}), run)
     columns = _columns(run, scores, curves)
     shown = _ranked(columns, next(iter(scores), ""))
     half, caption = MOST_ROWS // 2, "All clients, worst first."
@@ -211,6 +212,19 @@ def clients(run: Run) -> Section:
     tables = [_spread_table(scores)] if scores else []
     tables += [_table(run, columns, curves, shown, caption)] if shown else []
     return Section("Clients", text, pictures, tables)
+
+
+def _far_above(losses: Curves, run: Run) -> Iterator[str]:
+    """Yield a sentence on the client whose first loss is far above the first losses of others."""
+    first = {client: float(curve[0, 1]) for client, curve in losses.items()}
+    usual = median(first.values()) if len(first) > 2 else math.inf
+    worst = max(first, key=first.__getitem__, default=0)
+    if first and first[worst] > 10 * usual:
+        yield (
+            f"The first loss of {client_label(worst, run)} is {number(first[worst])}, and the"
+            f" median is {number(usual)}: compare the scale of its inputs. One such client can"
+            " spoil the model of all."
+        )
 
 
 def _stuck(losses: Curves) -> list[int]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from lightning_fl.functional.intervals import t_interval
 from lightning_fl.report.groups import Group, at_time, common_time
@@ -15,6 +13,7 @@ from lightning_fl.report.lead import alarms
 from lightning_fl.report.run import Run
 from lightning_fl.report.scores import (
     client_scores,
+    direction,
     final_and_best,
     headline,
     total,
@@ -22,19 +21,6 @@ from lightning_fl.report.scores import (
     worst_decile,
 )
 from lightning_fl.report.words import seconds
-
-#: Names of measures and columns of which less is better.
-LESS = r"loss|err|^(updates )?dropped|^upload|^bytes|^virtual.time|^epsilon|^backdoor"
-
-
-def direction(name: str) -> Literal["max", "min"]:
-    """Return whether the best value of a measure or a column is the highest or the lowest.
-
-    Example:
-        >>> direction("val_acc"), direction("final val_loss")
-        ('max', 'min')
-    """
-    return "min" if re.search(LESS, name) else "max"
 
 
 def measures(run: Run, time: float | None = None) -> dict[str, float]:
@@ -90,8 +76,8 @@ class Comparison:
         self.known = list(dict.fromkeys([*self.names, *(n for run in runs for n in run.columns)]))
         self._modes = dict.fromkeys((metric, f"final {metric}", f"best {metric}"), mode)
 
-    def mode(self, name: str) -> str:
-        """Return whether the best value of a measure is the highest or the lowest."""
+    def mode(self, name: str) -> str | None:
+        """Return whether the best value of a measure is the highest or the lowest, if known."""
         return self._modes.get(name) or direction(name)
 
     def of_run(self, run: Run) -> dict[str, float]:
@@ -121,8 +107,11 @@ class Comparison:
         """Return the place of the best group, and those that the seeds do not separate from it.
 
         Runs with an alarm are left out. The seeds separate two groups if the 95 % interval of
-        their paired differences does not contain 0. None if fewer than two groups have a mean.
+        their paired differences does not contain 0. None if fewer than two groups have a mean, or
+        it is not known whether more or less is better.
         """
+        if self.mode(name) is None:
+            return None
         means = {at: t_interval(self.values(g, name))[0] for at, g in enumerate(self.sound)}
         means = {at: mean for at, mean in means.items() if math.isfinite(mean)}
         if len(means) < 2:

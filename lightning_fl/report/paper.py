@@ -21,8 +21,8 @@ def latex(compared: Comparison, columns: Sequence[str] = (), percent: bool = Fal
     r"""Return a table of groups in LaTeX, which needs the package booktabs.
 
     A cell is the mean over the seeds, and their sample standard deviation with two digits. The best
-    mean of a column is bold if the seeds separate it from all other groups. Runs with an alarm are
-    never the best.
+    mean of a column is bold if the seeds separate it from all other groups, and its name tells
+    whether more or less is better. Runs with an alarm are never the best.
 
     Args:
         compared: Measures of the groups.
@@ -57,6 +57,10 @@ def latex(compared: Comparison, columns: Sequence[str] = (), percent: bool = Fal
         f"% Needs \\usepackage{{booktabs}}. Mean and sample standard deviation, seeds: {seeds}.",
         "% Bold: best, where the 95 % interval of the paired differences from each other group does"
         " not contain 0.",
+        *(
+            f"% {_text(name)}: {compared.mode(name) or 'not known whether max or min'} is best."
+            for name in columns
+        ),
         *(f"% {_text(alarm)}" for run in compared.runs for alarm in alarms(run)),
         f"\\begin{{tabular}}{{l{'r' * len(columns)}}}",
         *("\\toprule", rf"{' & '.join(head)} \\", "\\midrule"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
+from typing import Literal
 
 from lightning_fl.callbacks.client_table import KINDS, summary
 from lightning_fl.federation.dropped import CAUSES
@@ -17,6 +19,28 @@ STEPS = "local steps per client"
 #: Outcomes of updates in words, in the order of their colors.
 OTHER = "other causes"
 OUTCOMES = ("arrived", *CAUSES.values(), OTHER)
+
+
+#: Names of measures and columns of which less is better, and of which more is better.
+LESS = (
+    r"loss|err|mse|mae|mape|nll|perplexity"
+    r"|^(updates )?dropped|^upload|^bytes|^virtual.time|^epsilon|^backdoor"
+)
+MORE = r"acc|au.?c|f1|precision|recall|sensitivity|specificity|score|r2|iou|dice|^worst tenth"
+
+
+def direction(name: str) -> Literal["max", "min"] | None:
+    """Return whether the best value of a measure or a column is the highest or the lowest.
+
+    None, if its name does not tell.
+
+    Example:
+        >>> direction("val_acc"), direction("final val_rmse"), direction("val_x")
+        ('max', 'min', None)
+    """
+    if re.search(LESS, name.lower()):
+        return "min"
+    return "max" if re.search(MORE, name.lower()) else None
 
 
 def with_derived(run: Run, metric: str | None, mode: str) -> Run:
@@ -65,6 +89,9 @@ def headline(runs: Sequence[Run]) -> tuple[str | None, str]:
             found = [n for n in names if part in n and n.startswith("val") == is_validation]
             if found := [n for n in found if n != "backdoor_acc"]:
                 return min(found, key=lambda n: n != f"val_{part}"), mode  # the first of equals
+    for name in names:
+        if name.startswith("val") and (best := direction(name)):
+            return name, best
     return None, "max"
 
 

@@ -19,11 +19,12 @@ from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, write_atomically
 from lightning_fl.report.figures import COLORS, Panel, svg
 from lightning_fl.report.groups import Group, with_names
-from lightning_fl.report.measures import Comparison, direction
+from lightning_fl.report.measures import Comparison
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
 from lightning_fl.report.paper import latex as table_of
 from lightning_fl.report.run import PICTURES, find_runs, read_run
+from lightning_fl.report.scores import direction
 from lightning_fl.report.several_runs import about_groups
 
 #: Folders of runs, or folders that contain runs.
@@ -60,7 +61,7 @@ def report(
         metric: Column of ``rounds.csv`` by which runs are judged and compared, such as
             ``val/f1``. None means the accuracy of the validation, or else its loss.
         mode: Whether the best value of ``metric`` is its ``max`` or its ``min``. None means
-            ``min`` for names with ``loss`` or ``err``, otherwise ``max``.
+            the name tells, as in ``val_loss``, ``rmse``, ``val_acc`` or ``f1``.
         latex: File for a table of the groups in LaTeX, in addition to the page.
         columns: Columns of this table: measures of the page's table of groups, or last values of
             columns of ``rounds.csv``. By default, the final metric and the metrics of the test.
@@ -84,7 +85,13 @@ def report(
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
     if metric is None and mode is not None:
         raise FederationError(f"mode={mode} is for a metric: set metric, too")
-    groups = _judged(named, metric, mode or direction(metric or ""))
+    mode = mode or direction(metric or "acc")
+    if mode is None:
+        raise FederationError(
+            f"the name {metric!r} does not tell whether more or less of it is better: set"
+            " --mode=max or --mode=min"
+        )
+    groups = _judged(named, metric, mode)
     page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
     table = "" if latex is None else table_of(Comparison(groups), columns, percent)
     with error_context(f"{path} could not be written, choose another output", OSError):

@@ -356,6 +356,38 @@ def test_runs_are_judged_by_the_metric_that_is_asked_for(folder, tmp_path, undra
         text(runs, mode="min")
 
 
+@pytest.mark.parametrize("name", ["val_mse", "val_mae", "rmse", "val_nll", "perplexity"])
+def test_less_of_an_error_is_better_also_in_a_table_for_a_paper(folder, tmp_path, undrawn, name):
+    none = dict.fromkeys(("client_losses__csv__gz", "participation__csv"))
+    paths = {
+        group: [
+            folder(
+                f"{group}/version_{seed}",
+                rounds__csv=f"round,clients,{name},figure\n1,2,{value + seed / 100},{value}\n",
+                environment__json=json.dumps({"seed": seed, "state": "finished"}),
+                **none,
+            )
+            for seed in range(3)
+        ]
+        for group, value in (("good", 1.0), ("bad", 2.0))
+    }
+    latex, page = tmp_path / "table.tex", tmp_path / "a.html"
+    report(paths, page, latex=latex, columns=[name, "figure"], metric=name)
+    assert f"good has the best final {name}" in page.read_text()
+    lines = [line for line in latex.read_text().splitlines() if line.startswith(("good", "bad"))]
+    assert [line.count("mathbf") for line in lines] == [1, 0]
+    with pytest.raises(FederationError, match="does not tell whether more or less of it is better"):
+        report(paths, page, metric="figure")
+
+
+def test_a_first_loss_far_above_others_is_named(folder, undrawn):
+    first_and_last = [[2.0, 2.1], [423.0, 2.0], [2.2, 2.3], [2.1, 2.4]]
+    rounds = by_round("1,1111", "2,1111", losses=first_and_last)
+    page = about_run(read_run(folder(client_losses__csv__gz=rounds)))
+    (section,) = (s for s in page.sections if s.title == "Clients")
+    assert section.text[-1].startswith("The first loss of client 1 is 423, and the median is 2.15")
+
+
 def test_runs_of_a_named_group_that_differ_are_a_warning(two_groups, tmp_path, undrawn):
     text = page_of(report({"all": two_groups}, tmp_path / "all.html")).text
     assert "4 runs in 1 group. 2 clients," in text
