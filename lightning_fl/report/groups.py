@@ -149,10 +149,14 @@ def _folders(runs: Sequence[Run]) -> str:
 def identity(run: Run) -> dict[str, Any]:
     """Return the options that are set in a run, without seeds and paths.
 
-    Without a config, they are what the environment says of the federation, and the folder.
+    Without a config, they are what the environment says of the federation, its partition and the
+    folder.
     """
     if not run.config:
         known = {n: value for n, value in run.environment.items() if n not in NOT_COMPARED}
+        if (split := run.partition) is not None:
+            given = ", ".join(f"{name}={value}" for name, value in split.parameters.items())
+            known |= {"partition": f"{split.rule}({given})", "clients": len(split.clients)}
         return {"folder": _parent(run)} | known
     is_set = {name: value for name, value in run.config.items() if value not in (None, [], {})}
     return {n: value for n, value in (DEFAULTS | is_set).items() if n not in SEEDS_AND_PLACES}

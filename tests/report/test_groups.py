@@ -1,10 +1,12 @@
 """Which runs belong together, how groups are named, mean and spread by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from lightning_fl.functional.intervals import t_interval
+from lightning_fl.partition import Manifest
 from lightning_fl.report import Run, group
 from lightning_fl.report.groups import Group, at_time, common_time
 from lightning_fl.report.run import values_of
@@ -74,6 +76,19 @@ def test_runs_without_a_config_are_grouped_by_folder():
         for i in range(3)
     ]
     assert names(*runs) == [("fedavg", 3), ("scaffold", 3)]
+
+
+def test_runs_of_a_folder_with_other_partitions_are_no_group():
+    splits = [
+        Manifest(rule, parameters, seed, 4, [[0, 1], [2, 3]], [], "")
+        for rule, parameters in (("IID", {}), ("Dirichlet", {"alpha": 0.5}))
+        for seed in range(3)
+    ]
+    runs = [
+        replace(from_python(f"a/version_{i}", split.seed), partition=split)
+        for i, split in enumerate(splits)
+    ]
+    assert [len(each.runs) for each in group(runs)] == [3, 3]
 
 
 def test_runs_of_a_folder_with_other_rules_or_equal_seeds_are_no_group():
