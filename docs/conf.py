@@ -89,7 +89,7 @@ nitpick_ignore_regex = [
     ("py:class", r"lightning_fl\.(samplers\.(clock|durations)|callbacks\.client_history)\.\w+"),
     ("py:class", r"lightning_fl\.(aggregators\.matching|runners\.step_module)\.[\w.]+"),
     # Base classes that are not public.
-    ("py:class", r"lightning_fl\.(objectives\.(terms|calibrated)|policies\.base)\.\w+"),
+    ("py:class", r"lightning_fl\.(objectives\.(terms|calibrated|two_passes)|policies\.base)\.\w+"),
 ]
 
 

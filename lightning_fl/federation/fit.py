@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -319,16 +318,15 @@ class Fit:
         except FederationError:  # a policy learns the number of steps
             return int(plan.num_steps.max()) * (self.trainer.max_epochs or 0) * groups
 
-    def class_counts(self, clients: Sequence[int] | Tensor) -> dict[str, Tensor]:
-        """Return the training samples of clients per class, ``[k, classes]``, if the module asks.
+    def class_counts(self) -> dict[str, Tensor]:
+        """Count the present samples of all clients, ``[clients, classes]``, if the module asks.
 
-        Args:
-            clients: Ids of the clients.
+        It reads the labels of all clients, so call it once per round.
         """
-        counts = self.federation.class_counts
-        if counts is None or CLASS_COUNTS not in self.runner.declared.values:
+        if CLASS_COUNTS not in self.runner.declared.values:
             return {}
-        return {CLASS_COUNTS: counts[clients]}
+        counts = self.federation.class_counts
+        return {} if counts is None else {CLASS_COUNTS: counts}
 
     def _decide(self, module: VectorizedClients) -> None:
         """Decide whether clients are vectorized, by a check of the steps of two clients."""
@@ -356,7 +354,7 @@ class Fit:
         if not data.has_samples_in_front and (why := Collated(batches).why_not_stacked()):
             module.train_one_by_one(why)
         else:
-            counts = {name: rows[0] for name, rows in self.class_counts(clients[:1]).items()}
+            counts = {name: rows[clients[0]] for name, rows in self.class_counts().items()}
             own = {HYPERPARAMETERS: self.runner.declared.values | counts}
             with attributes_set(module.module, own if counts else {}):
                 module.decide([batches[0], batches[-1]], self.check, scale, self._steps_of_run)

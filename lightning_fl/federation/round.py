@@ -123,6 +123,7 @@ class Round:
         #: Number of trained entries that a client does not exchange, by client id.
         unused = fit.aggregator.unused_entries(cohort).tolist()
         self.unused = dict(zip(cohort.tolist(), unused, strict=True))
+        self._class_counts = fit.class_counts()
         fit.aggregator.start(self.server.vector, self.trained)
         self._broadcast = fit.aggregator.broadcast(self.plan)
         self.traffic.down(self._broadcast)
@@ -193,7 +194,7 @@ class Round:
             for name, value in self._broadcast.items()
             if name in self.fit.runner.declared.values
         }
-        return sent | self.fit.class_counts(clients)
+        return sent | {name: rows[clients] for name, rows in self._class_counts.items()}
 
     def _context(self, step: Step) -> ClientContext:
         fit, rows = self.fit, list(step.rows)

@@ -281,21 +281,6 @@ class ClientModule(TermModule):
         losses: Tensor = functional_call(self._losses[0], given, (batch,))
         return self.mean_of(losses)
 
-    def gradient_with(self, batch: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradient of the mean loss; the buffers of the network do not change.
-
-        Args:
-            batch: Batch ``(x, y)``.
-            params: Parameters that replace those of the module, by name.
-        """
-
-        def loss(params: Mapping[str, Tensor]) -> Tensor:
-            buffers = {n: b.clone() for n, b in self.net.named_buffers(prefix="net")}
-            return self.loss_with(batch, {**params, **buffers})
-
-        gradient: dict[str, Tensor] = torch.func.grad(loss)(dict(params))
-        return gradient
-
     def _uses_client(self, hook: str) -> bool:
         """Return whether a subclass or a term overrides a client hook."""
         return overrides(self, hook, ClientModule) or any(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_fl.functional.distillation import not_true_divergence
-from lightning_fl.objectives.local_network import LocalNetwork
+from lightning_fl.objectives.local_network import NET, LocalNetwork, evaluation_copy
 from lightning_fl.objectives.terms import ModelView, Term, TermModule
 from lightning_fl.options import check_number
 
@@ -55,8 +54,7 @@ class FedNTD(Term):
     def prepare(self, module: TermModule) -> None:
         """Create the running statistics of the received model."""
         self.received = LocalNetwork(module.net, is_trained=False, has_parameters=False)
-        shared = {id(parameter): parameter for parameter in module.net.parameters()}
-        self._teacher = (_Teacher(copy.deepcopy(module.net, shared)).eval(),)
+        self._teacher = (evaluation_copy(module.net),)
 
     def on_client_start(self, module: TermModule) -> None:
         """Note the running statistics of the received model."""
@@ -67,18 +65,8 @@ class FedNTD(Term):
         assert client_model.outputs is not None
         assert client_model.module is not None
         tensors = global_model.params | self.received.tensors()
+        own = {name.removeprefix(f"{NET}."): tensor for name, tensor in tensors.items()}
         with torch.no_grad():
-            logits = functional_call(self._teacher[0], tensors, (batch[0],))
+            logits = functional_call(self._teacher[0], own, (batch[0],))
         divergences = not_true_divergence(client_model.outputs, logits, batch[1], self.temperature)
         return self.beta * client_model.module.mean_of(divergences)
-
-
-class _Teacher(nn.Module):
-    """The network under the name that it has in the module, for ``functional_call``."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x)

@@ -9,12 +9,11 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_fl.functional.sharpness import ascent
-from lightning_fl.objectives.client_module import ClientModule
-from lightning_fl.objectives.local_network import trained_parameters
+from lightning_fl.objectives.two_passes import TwoPassModule
 from lightning_fl.options import check_flag, check_number
 
 
-class FedSAM(ClientModule):
+class FedSAM(TwoPassModule):
     r"""Take each local step with the gradient at a nearby point of larger loss.
 
     FedSAM (Qu et al., 2022; Caldarola et al., 2022): with the gradient :math:`g` of a batch at
@@ -54,24 +53,16 @@ class FedSAM(ClientModule):
         offset: float = 0.2,
         optimizer: OptimizerCallable = torch.optim.SGD,
     ) -> None:
-        super().__init__(net, (), optimizer)
+        super().__init__(net, optimizer)
         self.rho = check_number("rho", rho, min=0)
         self.adaptive = check_flag("adaptive", adaptive)
         self.offset = check_number("offset", offset, min=0)
-        #: Names of the trained parameters. Under ``vmap`` tensors do not tell requires_grad.
-        self._moved = list(trained_parameters(self.net))
-
-    def on_client_start(self) -> None:
-        """Note the trained parameters, which callbacks may have changed."""
-        super().on_client_start()
-        self._moved = list(trained_parameters(self.net))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss at the nearby point; its gradient is the one of the local step."""
-        params = dict(self.net.named_parameters(prefix="net"))
-        w = {name: params[name] for name in self._moved}
+        w = self._trained_now()
         fixed = {name: p.detach() for name, p in w.items()}
-        gradient = self.gradient_with(batch, fixed)
+        gradient = self._gradient(fixed, batch)
         moves = ascent(fixed, gradient, self.rho, self.offset if self.adaptive else None)
         loss = self.loss_with(batch, {name: p + moves[name] for name, p in w.items()})
         self._record(loss, len(batch[1]))

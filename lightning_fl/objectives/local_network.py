@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -105,6 +106,12 @@ def load_tensors(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     own = _tensors(net)
     for name, value in tensors.items():
         own[name].copy_(value)
+
+
+def evaluation_copy(net: nn.Module) -> nn.Module:
+    """Return a copy of a network in evaluation mode, which shares its parameters."""
+    shared = {id(parameter): parameter for parameter in net.parameters()}
+    return copy.deepcopy(net, shared).eval()
 
 
 def trained_parameters(net: nn.Module) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.contrastive import model_contrastive_loss
-from lightning_fl.objectives.local_network import LocalNetwork
+from lightning_fl.objectives.local_network import LocalNetwork, evaluation_copy
 from lightning_fl.objectives.recorder import LAST_INPUT, Recorder, Trace
 from lightning_fl.objectives.terms import ModelView, Term, TermModule
 from lightning_fl.options import check_number
@@ -74,9 +73,7 @@ class MOON(Term):
         """Create the previous model and the running statistics of the received model."""
         self.previous = LocalNetwork(module.net, is_trained=False)
         self.received = LocalNetwork(module.net, is_trained=False, has_parameters=False)
-        shared = {id(parameter): parameter for parameter in module.net.parameters()}
-        net = copy.deepcopy(module.net, shared).eval()
-        self._partner = (Recorder(net, self.points),)
+        self._partner = (Recorder(evaluation_copy(module.net), self.points),)
 
     def build(self, recorder: Recorder, trace: Trace) -> None:
         """Check the representation."""

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fl.errors import FederationError
-from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.objectives.local_network import trained_parameters
+from lightning_fl.objectives.two_passes import TwoPassModule
 from lightning_fl.options import check_flag, check_number
 from lightning_fl.strategies import ClientParallelStrategy
 
 
-class PerFedAvg(ClientModule):
+class PerFedAvg(TwoPassModule):
     r"""Train a model whose adaptation to a client, one gradient step, has a small loss.
 
     Per-FedAvg (Fallah et al., 2020). A local step with the independent batches :math:`D, D', D''`
@@ -61,16 +61,9 @@ class PerFedAvg(ClientModule):
         hessian: bool = False,
         optimizer: OptimizerCallable = torch.optim.SGD,
     ) -> None:
-        super().__init__(net, (), optimizer)
+        super().__init__(net, optimizer)
         self.inner_lr = check_number("inner_lr", inner_lr, min=0)
         self.hessian = check_flag("hessian", hessian)
-        #: Names of the parameters that adapt. Under ``vmap`` tensors do not tell requires_grad.
-        self._adapted = list(trained_parameters(self.net))
-
-    def on_client_start(self) -> None:
-        """Note the trained parameters, which callbacks may have changed."""
-        super().on_client_start()
-        self._adapted = list(trained_parameters(self.net))
 
     def setup(self, stage: str) -> None:
         """Check the sizes of batches and the strategy."""
@@ -107,12 +100,11 @@ class PerFedAvg(ClientModule):
         first, *others = (
             tree_map(lambda t, i=i: t[at[i] : at[i + 1]], batch) for i in range(parts)
         )
-        params = dict(self.net.named_parameters(prefix="net"))
-        w = {name: params[name] for name in self._adapted}
-        gradient = self.gradient_with(first, {n: p.detach() for n, p in w.items()})
+        w = self._trained_now()
+        gradient = self._gradient({n: p.detach() for n, p in w.items()}, first)
         adapted = {n: p - self.inner_lr * gradient[n] for n, p in w.items()}
         if self.hessian:
-            second = self.gradient_with(others[0], w)
+            second = self._gradient(w, others[0])
             # Of value 0 and derivative -a Hess f(w; D'').
             adapted = {
                 n: p - self.inner_lr * (second[n] - second[n].detach()) for n, p in adapted.items()

@@ -369,12 +369,11 @@ class ClientRunner(ABC):
     def _complete_gradients(self) -> None:
         """Add the terms to the gradients, of which missing ones are 0, and hold those of phases."""
         params = self.client_parameters()
+        trained = {n: t for n in params if (t := self._trained_tensor(n)).requires_grad}
         for term in self.gradient_terms:
             gradients = {
-                n: torch.zeros_like(p)
-                if (g := self._trained_tensor(n).grad) is None
-                else g.view_as(p)
-                for n, p in params.items()
+                n: torch.zeros_like(params[n]) if t.grad is None else t.grad.view_as(params[n])
+                for n, t in trained.items()
             }
             for name, value in term(params, gradients).items():
                 param = self._trained_tensor(name)

@@ -121,3 +121,17 @@ def test_without_classes_or_a_federation_it_is_refused(fit):
         FedRS(1.5)
     with pytest.raises(FederationError, match="tau"):
         FedLC(-1.0)
+
+
+@pytest.mark.parametrize(("terms", "expected"), [((), 0), ((FedLC(),), 1 + 2)])
+def test_classes_are_counted_once_per_round_if_a_term_asks(fit, monkeypatch, terms, expected):
+    """Counting reads the labels of all clients; the term itself asks once, at the start."""
+    calls, count = [], FederatedDataModule.class_counts.fget
+
+    def counted(data):
+        calls.append(data)
+        return count(data)
+
+    monkeypatch.setattr(FederatedDataModule, "class_counts", property(counted))
+    fit(module(*terms, batchnorm=False), FederatedLoop(seed=0), skewed(), rounds=2)
+    assert len(calls) == expected
