@@ -59,6 +59,11 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
             kwargs["batch_idx"] = start
         return optimize(optimizer, start, kwargs)
 
+    def run_manual(optimize: Method, kwargs: dict[str, Any]) -> Any:
+        if "batch_idx" in kwargs:
+            kwargs["batch_idx"] = step_of(epoch_loop.batch_idx).start
+        return optimize(kwargs)
+
     def schedulers(update: Method, interval: str, **options: Any) -> None:
         if interval == "epoch" and not options.get("update_plateau_schedulers"):
             current().step_schedulers(partial(update, interval, **options))
@@ -78,6 +83,7 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         (module, "on_train_epoch_start", epoch_start),
         (module, "on_train_batch_start", batch_start),
         (epoch_loop.automatic_optimization, "run", run),
+        (epoch_loop.manual_optimization, "run", run_manual),
         (epoch_loop, "update_lr_schedulers", schedulers),
         (module, "on_train_batch_end", batch_end),
     ]

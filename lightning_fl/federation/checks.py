@@ -65,12 +65,6 @@ REQUIRED: dict[str, tuple[Any, str]] = {
     "val_check_interval": (1.0, "validation follows aggregation: set check_val_every_n_epoch"),
 }
 
-#: What to do with several optimizers.
-SEVERAL_LOSSES = (
-    "Several losses, as in a GAN, fit into one optimizer with a parameter group for each network"
-    " (docs/tutorials/your_module.md)"
-)
-
 
 # --- the Trainer ----------------------------------------------------------------------------------
 
@@ -144,14 +138,8 @@ def check_options(trainer: Trainer) -> None:
 
 
 def check_module(module: LightningModule) -> None:
-    """Check that the module trains with given batches and one loss."""
+    """Check that the module trains with given batches."""
     name = type(module).__name__
-    if not module.automatic_optimization:
-        raise FederationError(
-            f"{name} uses manual optimization (automatic_optimization=False), but FederatedLoop"
-            " manages the optimizer state and learning rate of each client: use automatic"
-            f" optimization. {SEVERAL_LOSSES}"
-        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise FederationError(
             f"{name}.training_step(dataloader_iter) is not supported, because FederatedLoop chooses"
@@ -166,7 +154,7 @@ def checked_optimizers(module: LightningModule) -> AbstractContextManager[None]:
         def checked() -> Any:
             check_dense(module)
             configured: Any = configure()
-            check_one_optimizer(module, configured)
+            check_configured(module, configured)
             return configured
 
         return checked
@@ -185,18 +173,12 @@ def check_dense(module: LightningModule) -> None:
             )
 
 
-def check_one_optimizer(module: LightningModule, configured: Any) -> None:
-    """Check that a module configures one optimizer, with the parameters of its loss terms.
-
-    Lightning's own error for several recommends manual optimization, which is not supported.
-    """
+def check_configured(module: LightningModule, configured: Any) -> None:
+    """Check that a module configures an optimizer, with the parameters of its loss terms."""
     name, optimizers = type(module).__name__, list(optimizers_in(configured))
-    if (count := len(optimizers)) != 1:
-        raise FederationError(
-            f"{name}.configure_optimizers must return one optimizer, got {count}"
-            + f". {SEVERAL_LOSSES}" * (count > 1)
-        )
-    known = {id(p) for p in params_of(optimizers[0])}
+    if not optimizers:
+        raise FederationError(f"{name}.configure_optimizers must return an optimizer, got none")
+    known = {id(p) for optimizer in optimizers for p in params_of(optimizer)}
     for term in module.terms if isinstance(module, ClientModule) else ():
         if any(p.requires_grad and id(p) not in known for p in term.parameters()):
             raise FederationError(

@@ -293,7 +293,7 @@ class Fit:
         runner = client_runner(
             self.module,
             self.options.buffer_policy,
-            self.trainer.optimizers[0],
+            self.trainer.optimizers,
             keeps[self.options.optimizer_state],
             self.exchange_frozen,
             self.options.local_parameters,
