@@ -247,6 +247,8 @@ class FederatedLoop(Callback):
     ) -> None:
         """Record the loss that clients report for the model at the start of the round."""
         check_batch(batch)
+        if (accumulated := trainer.accumulate_grad_batches) > 1 and outputs:
+            outputs = {**outputs, "loss": outputs["loss"] * accumulated}  # which Lightning divides
         self._current.report(self._current.plan.schedule[batch_idx], outputs)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

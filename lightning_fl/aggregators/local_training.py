@@ -49,6 +49,11 @@ def check_sgd(name: str, federation: Federation) -> float:
         )
     if (trainer := federation.trainer) is None:
         return 0.0
+    if trainer.accumulate_grad_batches != 1:
+        raise FederationError(
+            f"{name} divides a client's move by its local steps, and accumulate_grad_batches makes"
+            " fewer optimizer steps: increase batch_size instead"
+        )
     optimizer: Any = trainer.optimizers[0]
     kind, groups = type(optimizer), optimizer.param_groups
     if kind is not torch.optim.SGD:

@@ -46,7 +46,8 @@ REFUSED: dict[type[Callback], str] = {
     " use FedOpt",
     StochasticWeightAveraging: "it averages the parameters of different clients and changes their"
     " learning rate",
-    GradientAccumulationScheduler: "it accumulates gradients across clients; increase batch_size",
+    GradientAccumulationScheduler: "it changes the number of local steps of an optimizer step; set"
+    " accumulate_grad_batches of the Trainer",
     BatchSizeFinder: "it trains before the first round; set batch_size",
     LearningRateFinder: "it trains before the first round; set the learning rate",
     ModelPruning: "it shares the pruning masks of one client with the others; prune the trained"
@@ -57,7 +58,6 @@ REFUSED: dict[type[Callback], str] = {
 #: Options of the Trainer that must have a certain value: the value, and the reason or alternative.
 #: An int and a float mean different things to the Trainer: 1 batch, 1.0 of all batches.
 REQUIRED: dict[str, tuple[Any, str]] = {
-    "accumulate_grad_batches": (1, "a local step is one batch: increase batch_size"),
     "overfit_batches": (0.0, "clients train on their own samples: use fewer samples"),
     "limit_train_batches": (1.0, "to limit local work, use Schedule(num_steps=...)"),
     "max_steps": (-1, "it would stop during a round: set max_epochs, the number of rounds"),
@@ -119,11 +119,18 @@ def check_trainer(trainer: Trainer, vectorized: bool) -> None:
     check_options(trainer)
 
 
-def check_options(trainer: Trainer) -> None:
-    """Check the options of the Trainer, which hooks may change during a fit."""
+def check_options(trainer: Trainer, accumulated: int | None = None) -> None:
+    """Check the options of the Trainer, which hooks may change during a fit.
+
+    Args:
+        trainer: The Trainer.
+        accumulated: Its ``accumulate_grad_batches`` at the start of the fit.
+    """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
-    for name, (value, why) in REQUIRED.items():
+    constant = accumulated or trainer.accumulate_grad_batches
+    required = REQUIRED | {"accumulate_grad_batches": (constant, "set it before the fit")}
+    for name, (value, why) in required.items():
         given = getattr(trainer, name, "a time")  # Lightning keeps no val_check_interval of time
         if given != value or isinstance(given, float) != isinstance(value, float):
             raise FederationError(f"Trainer({name}={given}) is not supported: {why}")

@@ -100,7 +100,7 @@ class Round:
     def begin(self) -> None:
         """Store the model from which clients start, including changes by other hooks."""
         fit = self.fit
-        check_options(fit.trainer)
+        check_options(fit.trainer, fit.planner.accumulated)
         fit.runner.tensors.check_parameters()
         if fit.has_begun:
             fit.follow()
