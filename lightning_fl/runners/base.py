@@ -438,7 +438,7 @@ class ClientRunner(ABC):
         for each in self.optimizer_state.each:  # after an exception inside a step
             each.leave_step()
         groups = [group for each in self.optimizers for group in each.param_groups]
-        has_rates = bool(self.base_lr) and all("lr" in group for group in groups)
+        has_rates = bool(self.base_lr) and all(group.get("lr") is not None for group in groups)
         for rate in lr:
             if rate != self.base_lr and not has_rates:
                 raise FederationError(
