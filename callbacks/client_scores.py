@@ -22,6 +22,7 @@ from lightning_fl.hooks import call_hook
 from lightning_fl.runners import SequentialRunner, optimizers_in
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.module_copy import copied_module
+from lightning_fl.runners.optimizer import params_of
 from lightning_fl.runners.step_module import StepModule
 
 
@@ -49,21 +50,21 @@ class ClientScores:
         self._data: Any = trainer.datamodule  # type: ignore[attr-defined]
         original, constants = loop.runner.module, loop.runner.constants.parameters
         self._module: Any = copied_module(original, constants.values())
-        optimizer = next(optimizers_in(self._module.configure_optimizers()))
+        optimizers = list(optimizers_in(self._module.configure_optimizers()))
         known = {id(param) for param in self._module.parameters()}
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) not in known for optimizer in optimizers for p in params_of(optimizer)):
             raise FederationError(
                 f"PersonalizedEvaluation trains a copy of {type(original).__name__}, but its"
                 " optimizer has parameters of another module: use self.parameters() in"
                 " configure_optimizers"
             )
-        for group in optimizer.param_groups:
+        for group in (group for each in optimizers for group in each.param_groups):
             if "initial_lr" in group:  # a scheduler has set the rate of its first step
                 group["lr"] = group["initial_lr"]
         self._runner = SequentialRunner(
             self._module,
             loop.options.buffer_policy,
-            optimizer,
+            optimizers,
             loop.runner.keep_optimizer,
             constants,
             loop.runner.private,
@@ -159,7 +160,7 @@ class ClientScores:
     def _personalize(self, client: int) -> bool:
         """Load the personal model of the method; return whether there is one."""
         seed = derive_seed(0, RandomStream.PERSONAL, client)
-        for owner in (self._module, self._runner.optimizer):
+        for owner in (self._module, *self._runner.optimizers):
             if isinstance(owner, PersonalModel):
                 with seeded_rng(seed, self._module.device):
                     if owner.federated_personalize(self._samples(client)):

@@ -44,9 +44,8 @@ class FederatedLoop(Callback):
     Each round samples clients and their hyperparameters, trains every sampled client from the
     global model (one training batch is one local step), aggregates the client updates, and loads
     the new global model into the module before Lightning validates. Validation, test, checkpoints
-    and export therefore use the global model. The callback works with any LightningModule that
-    uses automatic optimization, without changes to the module, and requires a
-    :class:`~lightning_fl.datamodules.FederatedDataModule`.
+    and export therefore use the global model. The callback works with any LightningModule, without
+    changes to the module, and requires a :class:`~lightning_fl.datamodules.FederatedDataModule`.
 
     Args:
         aggregator: Aggregation rule of the server. Defaults to
@@ -247,6 +246,8 @@ class FederatedLoop(Callback):
     ) -> None:
         """Record the loss that clients report for the model at the start of the round."""
         check_batch(batch)
+        if (accumulated := trainer.accumulate_grad_batches) > 1 and outputs:
+            outputs = {**outputs, "loss": outputs["loss"] * accumulated}  # which Lightning divides
         self._current.report(self._current.plan.schedule[batch_idx], outputs)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -61,6 +61,7 @@ class LeanSteps:
             and type(trainer.precision_plugin) is Precision
             and type(trainer.profiler) is PassThroughProfiler  # type: ignore[attr-defined]
             and trainer.accumulate_grad_batches == 1
+            and module.automatic_optimization
             and not any(overrides(module, name, LightningModule) for name in PARTS)
         )
 

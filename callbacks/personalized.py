@@ -17,6 +17,7 @@ from lightning_fl.extras import imported
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_integer, check_number
+from lightning_fl.runners import user_module
 from lightning_fl.runners.module_copy import copied_module
 from lightning_fl.strategies import gathered
 
@@ -32,8 +33,8 @@ class PersonalizedEvaluation(Callback):
       tensors;
     - ``personal``: the same model after local fine-tuning on the client's training samples, with
       the loss and optimizer of the module, the learning rate and other numbers of the policy, and
-      the gradient clipping of the Trainer; all parameters train together, also if the loop has
-      phases;
+      the gradient clipping of the Trainer; all parameters train together in each step, also if the
+      loop has phases or the Trainer accumulates gradients;
     - ``kept``: the personal model of the method, if it has one besides the trained model;
     - ``local``: a model trained on this client only, from the initial global model, with one local
       epoch per round.
@@ -77,7 +78,8 @@ class PersonalizedEvaluation(Callback):
     Raises:
         FederationError: If an option is out of range, or matplotlib is not installed (extra
             ``report``). At the start of a fit, if there is no :class:`FederatedLoop`, there are no
-            local test samples, or the metric does not return one score per sample.
+            local test samples, the metric does not return one score per sample, or a module that
+            optimizes manually is to be trained.
     """
 
     def __init__(
@@ -117,6 +119,12 @@ class PersonalizedEvaluation(Callback):
             raise FederationError(
                 "PersonalizedEvaluation requires test samples for each client: set local_test_size"
                 " of the data module (data.init_args.local_test_size=0.2)"
+            )
+        user = user_module(pl_module)
+        if (self.steps or self.local_steps) and not user.automatic_optimization:
+            raise FederationError(
+                f"PersonalizedEvaluation(steps={self.steps}) trains a copy of"
+                f" {type(user).__name__}, which optimizes manually: set steps=0 and local_steps=0"
             )
         if isinstance(self._loop.aggregator, NeuronMatching):
             raise FederationError(

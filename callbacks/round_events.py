@@ -59,6 +59,21 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
             kwargs["batch_idx"] = start
         return optimize(optimizer, start, kwargs)
 
+    def run_manual(optimize: Method, kwargs: dict[str, Any]) -> Any:
+        if "batch_idx" in kwargs:
+            kwargs["batch_idx"] = step_of(epoch_loop.batch_idx).start
+        return optimize(kwargs)
+
+    def should_accumulate(_: Method) -> bool:
+        """Return whether the optimizer waits for later batches of the client.
+
+        Lightning also asks between two rounds, after the last batch.
+        """
+        schedule = current().plan.schedule
+        step = schedule[min(epoch_loop.batch_idx, len(schedule) - 1)]
+        done = step.start + step.steps
+        return not step.last and done % fit.trainer.accumulate_grad_batches != 0
+
     def schedulers(update: Method, interval: str, **options: Any) -> None:
         if interval == "epoch" and not options.get("update_plateau_schedulers"):
             current().step_schedulers(partial(update, interval, **options))
@@ -78,6 +93,8 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         (module, "on_train_epoch_start", epoch_start),
         (module, "on_train_batch_start", batch_start),
         (epoch_loop.automatic_optimization, "run", run),
+        (epoch_loop.manual_optimization, "run", run_manual),
+        (epoch_loop, "_should_accumulate", should_accumulate),
         (epoch_loop, "update_lr_schedulers", schedulers),
         (module, "on_train_batch_end", batch_end),
     ]

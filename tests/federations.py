@@ -157,6 +157,44 @@ class Scheduled(Foreign):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Adversaries(L.LightningModule):
+    """A generator that steps in every second batch, and a critic with a scheduler a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = nn.Linear(2, FEATURES), nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch, batch_idx):
+        real, noise = batch[0], batch[0][:, :2]
+        of_generator, of_critic = self.optimizers()
+        with self.toggled_optimizer(of_critic):
+            judged = self.critic(real), self.critic(self.generator(noise).detach())
+            loss = F.softplus(-judged[0]).mean() + F.softplus(judged[1]).mean()
+            of_critic.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(of_critic, 0.1, "norm")
+            of_critic.step()
+        if self.global_step % 3 != 2:
+            with self.toggled_optimizer(of_generator):
+                of_generator.zero_grad()
+                self.manual_backward(F.softplus(-self.critic(self.generator(noise))).mean())
+                of_generator.step()
+        self.lr_schedulers().step()
+        self.log("critic", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.critic(batch[0]).mean(), batch_size=len(batch[0]))
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        of_generator = torch.optim.Adam(self.generator.parameters(), lr=0.01)
+        of_critic = MOMENTUM(self.critic.parameters(), lr=0.1)
+        return [of_generator, of_critic], [torch.optim.lr_scheduler.StepLR(of_critic, 3, 0.7)]
+
+
 class Uneven(HyperparameterPolicy):
     """Steps and rates that differ from client to client and round to round.
 
@@ -473,6 +511,12 @@ ROWS = {
         [EarlyStopping("val_loss", patience=1)],
     ),
     "a schedule that ends with the run": lambda root: row(Scheduled(), clients_per_round=4),
+    "two optimizers, kept": lambda root: row(
+        Adversaries(), policy=Uneven(), optimizer_state="keep", clients_per_round=4
+    ),
+    "accumulated gradients": lambda root: row(
+        Foreign(metric=False), policy=Uneven(), trainer={"accumulate_grad_batches": 2}
+    ),
     "PFedMe, batches that are weighted": lambda root: row(
         module(optimizer=partial(PFedMe, inner_steps=2)),
         samples(batch_size=None),
@@ -522,7 +566,7 @@ LONG = (
     *("ClusteredFL, RunReport", "Staged, StagedPolicy", "StreamingPFNM, a stream"),
     *("DPFedAvg, PoissonSampler", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
-    *("PFedMe, batches that are weighted", "Adaptive, kept"),
+    *("PFedMe, batches that are weighted", "Adaptive, kept", "two optimizers, kept"),
 )
 #: Rows that cannot be vectorized, with the reason that is given.
 NOT_VECTORIZED = {
@@ -530,4 +574,6 @@ NOT_VECTORIZED = {
     "BatchNorm, a policy that learns": "training_step updates the metric",
     "a schedule that ends with the run": "overrides hooks that run per step",
     "CharLSTM": "Batching rule not implemented",
+    "two optimizers, kept": "it optimizes manually",
+    "accumulated gradients": "it accumulates gradients",
 }

@@ -180,7 +180,8 @@ TABLE = (
     "FedAvg, Proximal, uneven steps", "FedControl, PersonalizedPolicyGradient",
     "Gossip, a foreign module", "Staged, StagedPolicy", "PFNM", "FedBuff, AsynchronousSampler",
     "BatchNorm, kept", "BatchNorm, a policy that learns", "partly local", "plateau, EarlyStopping",
-    "a schedule that ends with the run", "Digits, augmented",
+    "a schedule that ends with the run", "Digits, augmented", "two optimizers, kept",
+    "accumulated gradients",
 )  # fmt: skip
 ONE = {"clients_per_round": lambda: 1}
 drop_last = partial(samples, drop_last=True)

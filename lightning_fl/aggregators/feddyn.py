@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.aggregators.local_training import check_constant_sizes
+from lightning_fl.aggregators.local_training import check_automatic, check_constant_sizes
 from lightning_fl.contracts.client_part import ClientContext, ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
@@ -88,8 +88,9 @@ class FedDyn(Aggregator):
         self.weighting = check_choice("weighting", weighting, "uniform", "samples")
 
     def setup(self, federation: Federation) -> None:
-        """Refuse weights by samples if the numbers of samples change."""
+        """Refuse manual optimization, and weights by samples if the numbers of samples change."""
         super().setup(federation)
+        check_automatic(type(self).__name__, federation)
         check_constant_sizes(self, self.weighting, federation)
 
     def client_parts(self) -> Sequence[ClientPart]:

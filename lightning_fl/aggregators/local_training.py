@@ -10,6 +10,24 @@ from lightning_fl.contracts.context import Federation
 from lightning_fl.errors import FederationError
 
 
+def check_automatic(name: str, federation: Federation) -> None:
+    """Refuse modules that optimize manually.
+
+    Args:
+        name: What refuses them.
+        federation: The run. Outside a fit nothing is checked.
+
+    Raises:
+        FederationError: If the module optimizes manually.
+    """
+    module = federation.module
+    if module is not None and not module.automatic_optimization:
+        raise FederationError(
+            f"{name} needs one optimizer step in each local step, and {type(module).__name__}"
+            " optimizes manually: use automatic optimization, or a rule such as FedAvg or FedOpt"
+        )
+
+
 def check_sgd(name: str, federation: Federation) -> float:
     """Refuse local training that is not SGD, or not at one rate; return its momentum.
 
@@ -23,6 +41,7 @@ def check_sgd(name: str, federation: Federation) -> float:
     Raises:
         FederationError: Says what of the optimizer, the schedulers or the precision does not fit.
     """
+    check_automatic(name, federation)
     if federation.phases:
         raise FederationError(
             f"{name} divides a client's move by its local steps, and with phases a parameter is not"
@@ -30,6 +49,11 @@ def check_sgd(name: str, federation: Federation) -> float:
         )
     if (trainer := federation.trainer) is None:
         return 0.0
+    if trainer.accumulate_grad_batches != 1:
+        raise FederationError(
+            f"{name} divides a client's move by its local steps, and accumulate_grad_batches makes"
+            " fewer optimizer steps: increase batch_size instead"
+        )
     optimizer: Any = trainer.optimizers[0]
     kind, groups = type(optimizer), optimizer.param_groups
     if kind is not torch.optim.SGD:

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.fedavg import FedAvg
-from lightning_fl.aggregators.local_training import check_constant_sizes, check_plain_sgd
+from lightning_fl.aggregators.local_training import (
+    check_automatic,
+    check_constant_sizes,
+    check_plain_sgd,
+)
 from lightning_fl.contracts.client_part import ClientContext, ClientPart, check_losses
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
@@ -88,6 +92,7 @@ class Scaffold(FedAvg):
     def setup(self, federation: Federation) -> None:
         """Refuse local training that the option does not fit."""
         super().setup(federation)
+        check_automatic(type(self).__name__, federation)
         if self.option == "I":
             check_losses(self, federation.module)
         self._check_solver()

@@ -256,9 +256,11 @@ class Resume:
                 callback.on_fit_start(fit.trainer, module)
         self._check_identity({"exchanged": runner.num_parameters}, state)
         fit.memory.check_stored(runner)
-        groups = [state["param_groups"] for state in checkpoint["optimizer_states"]]
-        for now, group in zip(fit.trainer.optimizers[0].param_groups, *groups, strict=True):
-            group |= {name: value for name, value in now.items() if name not in group}
+        for optimizer, saved in zip(
+            fit.trainer.optimizers, checkpoint["optimizer_states"], strict=True
+        ):
+            for now, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                group |= {name: value for name, value in now.items() if name not in group}
         if state["server"] is not None:  # Lightning has loaded the validated model
             completed = {name: checkpoint["state_dict"][name] for name in fit.boundary.left_out}
             checkpoint = {**checkpoint, "state_dict": {**state["server"], **completed}}

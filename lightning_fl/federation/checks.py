@@ -46,7 +46,8 @@ REFUSED: dict[type[Callback], str] = {
     " use FedOpt",
     StochasticWeightAveraging: "it averages the parameters of different clients and changes their"
     " learning rate",
-    GradientAccumulationScheduler: "it accumulates gradients across clients; increase batch_size",
+    GradientAccumulationScheduler: "it changes the number of local steps of an optimizer step; set"
+    " accumulate_grad_batches of the Trainer",
     BatchSizeFinder: "it trains before the first round; set batch_size",
     LearningRateFinder: "it trains before the first round; set the learning rate",
     ModelPruning: "it shares the pruning masks of one client with the others; prune the trained"
@@ -57,19 +58,12 @@ REFUSED: dict[type[Callback], str] = {
 #: Options of the Trainer that must have a certain value: the value, and the reason or alternative.
 #: An int and a float mean different things to the Trainer: 1 batch, 1.0 of all batches.
 REQUIRED: dict[str, tuple[Any, str]] = {
-    "accumulate_grad_batches": (1, "a local step is one batch: increase batch_size"),
     "overfit_batches": (0.0, "clients train on their own samples: use fewer samples"),
     "limit_train_batches": (1.0, "to limit local work, use Schedule(num_steps=...)"),
     "max_steps": (-1, "it would stop during a round: set max_epochs, the number of rounds"),
     "min_steps": (None, "it would stop during a round: set min_epochs, a number of rounds"),
     "val_check_interval": (1.0, "validation follows aggregation: set check_val_every_n_epoch"),
 }
-
-#: What to do with several optimizers.
-SEVERAL_LOSSES = (
-    "Several losses, as in a GAN, fit into one optimizer with a parameter group for each network"
-    " (docs/tutorials/your_module.md)"
-)
 
 
 # --- the Trainer ----------------------------------------------------------------------------------
@@ -125,11 +119,18 @@ def check_trainer(trainer: Trainer, vectorized: bool) -> None:
     check_options(trainer)
 
 
-def check_options(trainer: Trainer) -> None:
-    """Check the options of the Trainer, which hooks may change during a fit."""
+def check_options(trainer: Trainer, accumulated: int | None = None) -> None:
+    """Check the options of the Trainer, which hooks may change during a fit.
+
+    Args:
+        trainer: The Trainer.
+        accumulated: Its ``accumulate_grad_batches`` at the start of the fit.
+    """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
-    for name, (value, why) in REQUIRED.items():
+    constant = accumulated or trainer.accumulate_grad_batches
+    required = REQUIRED | {"accumulate_grad_batches": (constant, "set it before the fit")}
+    for name, (value, why) in required.items():
         given = getattr(trainer, name, "a time")  # Lightning keeps no val_check_interval of time
         if given != value or isinstance(given, float) != isinstance(value, float):
             raise FederationError(f"Trainer({name}={given}) is not supported: {why}")
@@ -144,14 +145,8 @@ def check_options(trainer: Trainer) -> None:
 
 
 def check_module(module: LightningModule) -> None:
-    """Check that the module trains with given batches and one loss."""
+    """Check that the module trains with given batches."""
     name = type(module).__name__
-    if not module.automatic_optimization:
-        raise FederationError(
-            f"{name} uses manual optimization (automatic_optimization=False), but FederatedLoop"
-            " manages the optimizer state and learning rate of each client: use automatic"
-            f" optimization. {SEVERAL_LOSSES}"
-        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise FederationError(
             f"{name}.training_step(dataloader_iter) is not supported, because FederatedLoop chooses"
@@ -166,7 +161,7 @@ def checked_optimizers(module: LightningModule) -> AbstractContextManager[None]:
         def checked() -> Any:
             check_dense(module)
             configured: Any = configure()
-            check_one_optimizer(module, configured)
+            check_configured(module, configured)
             return configured
 
         return checked
@@ -185,18 +180,12 @@ def check_dense(module: LightningModule) -> None:
             )
 
 
-def check_one_optimizer(module: LightningModule, configured: Any) -> None:
-    """Check that a module configures one optimizer, with the parameters of its loss terms.
-
-    Lightning's own error for several recommends manual optimization, which is not supported.
-    """
+def check_configured(module: LightningModule, configured: Any) -> None:
+    """Check that a module configures an optimizer, with the parameters of its loss terms."""
     name, optimizers = type(module).__name__, list(optimizers_in(configured))
-    if (count := len(optimizers)) != 1:
-        raise FederationError(
-            f"{name}.configure_optimizers must return one optimizer, got {count}"
-            + f". {SEVERAL_LOSSES}" * (count > 1)
-        )
-    known = {id(p) for p in params_of(optimizers[0])}
+    if not optimizers:
+        raise FederationError(f"{name}.configure_optimizers must return an optimizer, got none")
+    known = {id(p) for optimizer in optimizers for p in params_of(optimizer)}
     for term in module.terms if isinstance(module, ClientModule) else ():
         if any(p.requires_grad and id(p) not in known for p in term.parameters()):
             raise FederationError(

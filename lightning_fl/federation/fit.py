@@ -99,6 +99,14 @@ class PreparedFit:
         self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
         user = user_module(module)
         vectorized = module if isinstance(module, VectorizedClients) else None
+        if trainer.accumulate_grad_batches != 1:
+            if options.phases:
+                raise FederationError(
+                    "phases cannot be combined with accumulate_grad_batches, since a phase may end"
+                    " between two optimizer steps: increase batch_size instead"
+                )
+            if vectorized is not None and vectorized.reason is None:
+                vectorized.train_one_by_one("it accumulates gradients (accumulate_grad_batches)")
         is_vectorized = vectorized is not None and vectorized.reason is None
         self.data = check_fit(trainer, user, is_vectorized)
         #: Digest of the partition. It is computed once, because the digest reads every index.
@@ -293,7 +301,7 @@ class Fit:
         runner = client_runner(
             self.module,
             self.options.buffer_policy,
-            self.trainer.optimizers[0],
+            self.trainer.optimizers,
             keeps[self.options.optimizer_state],
             self.exchange_frozen,
             self.options.local_parameters,

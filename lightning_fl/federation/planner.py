@@ -144,6 +144,8 @@ class Planner:
     ) -> None:
         self._trainer: Any = trainer  # its connectors set attributes that it does not declare
         self._data, self._progress = data, progress
+        #: Number of local steps of an optimizer step, with automatic optimization.
+        self.accumulated: int = trainer.accumulate_grad_batches
         self._policy, self._sampler = options.policy, options.sampler
         self._vectorizer, self._processes = vectorized, processes
         self._phases, self._has_warned = options.phases, False
@@ -275,19 +277,20 @@ class Planner:
         """Return the number of scheduler steps of one client in the whole run.
 
         The schedule of a round continues from the client with the most local steps. The result is
-        the sum over rounds of the maximum number of local steps of any client, which is an upper
-        bound if that client is not sampled in every round.
+        the sum over rounds of the maximum number of optimizer steps of any client, which is an
+        upper bound if that client is not sampled in every round.
         """
         trainer, round = self._trainer, self._progress.round
         if trainer.fast_dev_run:
-            return self.most_local_steps()
+            return -(-self.most_local_steps() // self.accumulated)
         if (rounds := trainer.max_epochs) is None or rounds < 0:
             return math.inf
         if rounds not in self._total_steps:
             total = 0
             for each in range(rounds):
                 self._advance(each)
-                total += self._policy.max_local_steps(each, self.batches_per_epoch)
+                steps = self._policy.max_local_steps(each, self.batches_per_epoch)
+                total += -(-steps // self.accumulated)
             self._advance(round)
             self._total_steps[rounds] = total
         return self._total_steps[rounds]

@@ -39,7 +39,7 @@ from lightning_fl.functional.randomness import (
 )
 from lightning_fl.hooks import call_hook
 from lightning_fl.options import describe
-from lightning_fl.runners.optimizer import Options, params_of
+from lightning_fl.runners.client_optimizers import Options
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.starts import start_from
 from lightning_fl.runners.step_module import StepModule
@@ -82,7 +82,7 @@ class Round:
         self.is_aggregating = self.is_aggregated = self.is_abandoned = self.is_validated = False
         self._schedule = self.schedule_before
         #: Options that schedulers have set at the end of the round.
-        self._by_rounds: Options = []
+        self._by_rounds: list[Options] = []
         self._steps_at_start = 0  # Lightning's count at the start of the client
         self._client: ClientContext | None = None
         self._broadcast: Mapping[str, Tensor] = {}
@@ -100,14 +100,14 @@ class Round:
     def begin(self) -> None:
         """Store the model from which clients start, including changes by other hooks."""
         fit = self.fit
-        check_options(fit.trainer)
+        check_options(fit.trainer, fit.planner.accumulated)
         fit.runner.tensors.check_parameters()
         if fit.has_begun:
             fit.follow()
         else:
             fit.begin()
             self.plan = fit.planner.plan()  # which depends on whether clients are vectorized
-        fit.runner.check_optimizer(fit.trainer.optimizers[0])
+        fit.runner.check_optimizers(fit.trainer.optimizers)
         now = fit.runner.read()
         self.server = self.start = self.before if all(map(torch.equal, now, self.before)) else now
         if not self.plan.round:
@@ -302,7 +302,7 @@ class Round:
         fit.processes.same_model(fit.runner.module)
         if self.position == 0:  # the first clients; aggregation checks after the last
             fit.runner.constants.check()
-        for param in params_of(fit.runner.optimizer):
+        for _, param in fit.runner.optimizer_state.params():
             param.grad = None  # which the next client would remove
         delta, counters = fit.runner.collect(self.start)
         lr = torch.tensor(rates, dtype=torch.float64)

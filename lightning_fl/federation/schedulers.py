@@ -8,35 +8,42 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fl.errors import FederationError
-from lightning_fl.runners import ClientOptimizer
-from lightning_fl.runners.optimizer import Options
+from lightning_fl.runners import ClientOptimizers
+from lightning_fl.runners.client_optimizers import Options
 
-ScheduleState = tuple[list[dict[str, Any]], Options]
+#: States of step-wise schedulers, and the options of each optimizer.
+ScheduleState = tuple[list[dict[str, Any]], list[Options]]
 
 
 class Schedulers:
-    """Manage the learning-rate schedulers of the module, and the options of its optimizer.
+    """Manage the learning-rate schedulers of the module, and the options of its optimizers.
 
     Every client starts from the options at the start of the round, and from the schedule if it has
     ``interval="step"``, so that its learning rates do not depend on other clients. The next round
     continues from the client with the most local steps. With ``ReduceLROnPlateau``, Lightning saves
-    checkpoints before it steps the scheduler, so a resumed run repeats this step.
+    checkpoints before it steps the scheduler, so a resumed run repeats this step. A module that
+    optimizes manually steps its schedulers itself, so all of them count as step-wise.
 
     Args:
         trainer: The Trainer of the fit.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers.
 
     Raises:
         FederationError: If schedulers with ``interval="step"`` are combined with others or have a
             ``frequency`` other than 1, or if ``ReduceLROnPlateau`` has ``interval="step"``.
     """
 
-    def __init__(self, trainer: Trainer, optimizer: ClientOptimizer) -> None:
-        configs = trainer.lr_scheduler_configs
+    def __init__(self, trainer: Trainer, optimizers: ClientOptimizers) -> None:
+        configs, self._optimizers = trainer.lr_scheduler_configs, optimizers
+        self._stepwise: list[Any] = [config.scheduler for config in configs]
+        self._on_plateau: list[LRSchedulerConfig] = []
+        if not trainer.lightning_module.automatic_optimization:
+            return
         stepwise = [c for c in configs if c.interval == "step"]
         if stepwise and (len(stepwise) < len(configs) or any(c.frequency != 1 for c in stepwise)):
             raise FederationError(
@@ -48,23 +55,22 @@ class Schedulers:
                 'ReduceLROnPlateau with interval="step" is not supported, because metrics are not'
                 ' available after each local step: set interval="epoch", which counts rounds'
             )
-        self._stepwise: list[Any] = [c.scheduler for c in stepwise]
+        self._stepwise = [c.scheduler for c in stepwise]
         self._on_plateau = [c for c in configs if c.reduce_on_plateau and c.interval == "epoch"]
-        self._optimizer = optimizer
 
     def read(self) -> ScheduleState:
         """Return a copy of the state of step-wise schedulers, and of the optimizer's options."""
         states = copy.deepcopy([scheduler.state_dict() for scheduler in self._stepwise])
-        return states, self._optimizer.options()
+        return states, self._optimizers.options()
 
     def write(self, state: ScheduleState) -> None:
         """Restore a state returned by :meth:`read`."""
         schedulers, options = state
         for scheduler, saved in zip(self._stepwise, copy.deepcopy(schedulers), strict=True):
             scheduler.load_state_dict(saved)
-        self._optimizer.set_options(options)
+        self._optimizers.set_options(options)
 
-    def step_rounds(self, step: Callable[[], None], start: ScheduleState) -> Options:
+    def step_rounds(self, step: Callable[[], None], start: ScheduleState) -> list[Options]:
         """Step the schedulers that count rounds, from the options at the start of the round.
 
         Args:
@@ -74,16 +80,19 @@ class Schedulers:
         Returns:
             The options that they have changed; the others are left as they were.
         """
-        optimizer, (_, before) = self._optimizer, start
-        last = optimizer.options()
-        optimizer.set_options(before)
+        optimizers, (_, before) = self._optimizers, start
+        last = optimizers.options()
+        optimizers.set_options(before)
         step()
         changed = [
-            {name: value for name, value in now.items() if not _is_same(value, then.get(name))}
-            for now, then in zip(optimizer.options(), before, strict=False)
+            [
+                {name: value for name, value in now.items() if not _is_same(value, then.get(name))}
+                for now, then in zip(groups, groups_before, strict=False)
+            ]
+            for groups, groups_before in zip(optimizers.options(), before, strict=True)
         ]
-        optimizer.set_options(last)
-        optimizer.set_options(changed)
+        optimizers.set_options(last)
+        optimizers.set_options(changed)
         return changed
 
     def monitored(self, metrics: Mapping[str, Any]) -> dict[str, float]:

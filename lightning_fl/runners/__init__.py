@@ -5,8 +5,9 @@
   gets for them, ``groups`` the number of these clients, ``malloc`` a setting of the C library for
   their steps.
 - ``local_step`` is a training step as a function of its tensors, ``compiled`` the same as a graph.
-  ``samples`` goes into it, ``logs`` comes out of it, ``tensors`` and ``optimizer`` are changed by
-  it. ``step_module`` is what a module of the package tells it.
+  ``samples`` goes into it, ``logs`` comes out of it, ``tensors`` and ``client_optimizers`` are
+  changed by it, and ``optimizer`` looks into any optimizer. ``step_module`` is what a module of
+  the package tells it.
 - ``local_tensors`` stay with a client, ``constants`` are shared by all, ``phases`` tell which
   parameters are trained when, ``hyperparameters`` are numbers of a policy, and ``spectral_norm``
   has vectors without a mean.
@@ -16,9 +17,10 @@
 
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
+from lightning_fl.runners.client_optimizers import ClientOptimizer, ClientOptimizers
 from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.make_runner import client_runner, user_module
-from lightning_fl.runners.optimizer import ClientOptimizer, optimizers_in
+from lightning_fl.runners.optimizer import optimizers_in
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.tensors import TensorList, flat
 from lightning_fl.runners.vectorized_clients import VectorizedClients
@@ -26,6 +28,7 @@ from lightning_fl.runners.vectorized_clients import VectorizedClients
 __all__ = [
     "BufferPolicy",
     "ClientOptimizer",
+    "ClientOptimizers",
     "ClientRunner",
     "Declared",
     "Phase",

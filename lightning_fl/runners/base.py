@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
@@ -17,10 +18,11 @@ from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
+from lightning_fl.runners.client_optimizers import ClientOptimizer, ClientOptimizers, Rows
 from lightning_fl.runners.constants import Constants
 from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.local_tensors import named_local_tensors
-from lightning_fl.runners.optimizer import ClientOptimizer, Rows, around_steps, params_of
+from lightning_fl.runners.optimizer import around_steps
 from lightning_fl.runners.phases import PhasedTraining, trained_in_phases
 from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.runners.tensors import (
@@ -48,7 +50,7 @@ class ClientRunner(ABC):
         buffers: How floating-point buffers are aggregated. ``average``: they are averaged like
             parameters, and integer buffers take the maximum. ``server``: the server keeps its own
             buffers. ``local``: each client keeps its own buffers, the server their average.
-        optimizer: The optimizer of local training.
+        optimizers: The optimizers of local training: one, unless the module optimizes manually.
         keep_optimizer: Whether a client keeps its optimizer state between rounds; ``local`` keeps
             that of client-local parameters.
         constants: Frozen parameters that are not exchanged, by name.
@@ -65,17 +67,18 @@ class ClientRunner(ABC):
         self,
         module: LightningModule,
         buffers: BufferPolicy,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         keep_optimizer: KeepOptimizer,
         constants: Mapping[str, nn.Parameter],
         local: Iterable[str],
     ) -> None:
         self.module = module
-        self.buffers, self.optimizer, self.keep_optimizer = buffers, optimizer, keep_optimizer
+        self.buffers, self.keep_optimizer = buffers, keep_optimizer
+        self.optimizers, self.optimizer = list(optimizers), optimizers[0]
         self.tensors = ModuleTensors(module, constants)
         self.constants = Constants(type(module).__name__, self.tensors.constants)
         self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
-        self._has_aggregated = self._is_in_step = False
+        self._has_aggregated = False
         self.declared = Declared(module)
         self.declared.reset()
         #: Initial values of client-local parameters and buffers, by name.
@@ -103,24 +106,27 @@ class ClientRunner(ABC):
         self.stored = list(self.private)
         if buffers == "local":
             self.stored += [name for name in self.named_buffers if name not in self.private]
-        #: The optimizer's learning rate, to which a client's rate is a ratio. With a scheduler it
-        #: is the initial value, so that the scheduler's factor still applies.
-        group = optimizer.param_groups[0]
+        #: The first optimizer's learning rate, to which a client's rate is a ratio. With a
+        #: scheduler it is the initial value, so that the scheduler's factor still applies.
+        group = self.optimizer.param_groups[0]
         self.base_lr = float(group.get("initial_lr", group.get("lr")) or 0.0)
         #: Number of clients in training, and index of the local step within the Lightning batch.
         self.count, self.step = 1, 0
-        #: Ratio of the client's rate, the group's own rates, and that of the first in each step.
-        self._ratio, self._own_lr, self._step_rates = 1.0, list[Any](), list[Any]()
+        #: Ratio of the client's rate, and the first optimizer's rate in each local step.
+        self._ratio, self._step_rates = 1.0, dict[int, Any]()
         #: Terms that are added to the gradients of the clients in training.
         self.gradient_terms: list[GradientTerm] = []
-        #: Parameters that clients do not train in this step, with their values.
-        self._held = list[tuple[Tensor, Tensor]]()
         #: Phases of local training, and the number of local steps before the Lightning batch.
         self.phases, self.steps_before = PhasedTraining(), 0
         self._check_local()
-        #: Makes the optimizer fresh for each client.
-        self.optimizer_state = ClientOptimizer(optimizer)
-        self._end_steps = around_steps(optimizer, self._before_step, self.end_step)
+        #: Makes the optimizers fresh for each client.
+        self.optimizer_state = ClientOptimizers(self.optimizers)
+        self._end_steps = [
+            around_steps(
+                each.optimizer, partial(self._before_step, each), partial(self.end_step, each)
+            )
+            for each in self.optimizer_state.each
+        ]
 
     def _check_local(self) -> None:
         """Check that there is a state to keep, if clients keep that of local parameters only."""
@@ -190,9 +196,11 @@ class ClientRunner(ABC):
                 tensor.copy_(row, non_blocking=True)
 
     def close(self) -> None:
-        """Release the optimizer."""
-        self._end_steps()
-        self._restore_lr()  # after an exception inside a step, its post hook has not run
+        """Release the optimizers."""
+        for end in self._end_steps:
+            end()
+        for each in self.optimizer_state.each:  # after an exception inside a step
+            each.leave_step()
         if self.tensors.wants_start:
             vars(self.module)[GLOBAL_PARAMETERS] = {}
         self.declared.reset()
@@ -223,20 +231,20 @@ class ClientRunner(ABC):
             [flat(torch.full_like(p, is_trained[n])).bool() for n, p in self.shared.items()]
         )
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that clients train with the optimizer of the start of the fit.
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Check that clients train with the optimizers of the start of the fit.
 
         Args:
-            optimizer: The Trainer's optimizer.
+            optimizers: The Trainer's optimizers.
 
         Raises:
-            FederationError: If it was replaced.
+            FederationError: If one was replaced.
         """
-        if optimizer is not self.optimizer:
+        if list(map(id, optimizers)) != list(map(id, self.optimizers)):
             raise FederationError(
                 f"the optimizer of {type(self.module).__name__} was replaced during the fit, by"
                 " strategy.setup_optimizers for example. It would neither start anew with each"
-                " client nor get the policy's learning rate. Create one optimizer for all"
+                " client nor get the policy's learning rate. Create the optimizers of all"
                 " parameters in configure_optimizers; to train a layer later, set requires_grad"
                 " at the start of a round"
             )
@@ -341,8 +349,8 @@ class ClientRunner(ABC):
             return rows
         names = self.private.keys() & self.named_parameters.keys()
         local = {id(self._trained_tensor(name)) for name in names}
-        params = enumerate(params_of(self.optimizer))
-        prefixes = tuple(f"optimizer.{i}." for i, param in params if id(param) in local)
+        params = self.optimizer_state.params()
+        prefixes = tuple(prefix for prefix, param in params if id(param) in local)
         return {name: row for name, row in rows.items() if name.startswith(prefixes)}
 
     def _moved(self, local: Tensor, state: ServerState) -> Tensor:
@@ -360,7 +368,17 @@ class ClientRunner(ABC):
     # --- gradients and phases ---------------------------------------------------------------------
 
     def add_to_gradients(self, term: GradientTerm) -> None:
-        """Add a term to the gradients of all later steps of the clients in training."""
+        """Add a term to the gradients of all later steps of the clients in training.
+
+        Raises:
+            FederationError: If the module optimizes manually.
+        """
+        if not self.module.automatic_optimization:
+            raise FederationError(
+                f"{type(self.module).__name__} optimizes manually, and a client part of the rule"
+                " adds to the gradients of each local step: use automatic optimization, or a rule"
+                " such as FedAvg or FedOpt"
+            )
         self.gradient_terms.append(term)
 
     @torch.no_grad()
@@ -391,7 +409,7 @@ class ClientRunner(ABC):
             FederationError: If a phase trains no parameter, or the optimizer moves parameters
                 without a gradient.
         """
-        names = trained_in_phases(phases, self.module, self.private, self.optimizer)
+        names = trained_in_phases(phases, self.module, self.private, self.optimizers)
         self.phases = PhasedTraining(names, list(self.named_parameters))
 
     def start_phases(self, ends: Tensor) -> None:
@@ -419,10 +437,13 @@ class ClientRunner(ABC):
 
     def _ratios(self, lr: Sequence[float]) -> list[float]:
         """Reset the record of steps and return the clients' rates as ratios to the optimizer's."""
-        self._step_rates, self.gradient_terms = [], []
-        self._is_in_step = False  # after an exception inside a step
+        self._step_rates, self.gradient_terms = {}, []
+        for each in self.optimizer_state.each:  # after an exception inside a step
+            each.leave_step()
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        has_rates = bool(self.base_lr) and all(group.get("lr") is not None for group in groups)
         for rate in lr:
-            if rate != self.base_lr and not self.base_lr:
+            if rate != self.base_lr and not has_rates:
                 raise FederationError(
                     f"the policy sets lr={rate}, but the optimizer's learning rate is 0 or missing,"
                     " and client rates are applied as ratios to it. Give the optimizer a positive"
@@ -431,24 +452,16 @@ class ClientRunner(ABC):
         return [rate / self.base_lr if self.base_lr else 1.0 for rate in lr]
 
     def begin_step(self) -> None:
-        """Set the client's learning rate for this step only, since schedulers also change it.
+        """Set the client's learning rate before ``training_step``, which may read the rate."""
+        self.optimizer_state.each[0].before_step(self._ratio)
 
-        Called before ``training_step``, which may read the rate.
-        """
-        if self._is_in_step:
-            return
-        self._is_in_step = True
-        self.optimizer_state.before_step()
-        if self._ratio != 1:
-            self._own_lr = [group["lr"] for group in self.optimizer.param_groups]
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] * self._ratio
-
-    def _before_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
-        """Prepare a step of the optimizer; return its closure, which also completes gradients."""
-        self.begin_step()
-        if not self.optimizer_state.is_simple:  # it may move parameters without a gradient
-            self._held = [(p.data, p.detach().clone()) for p in self._held_parameters()]
+    def _before_step(
+        self, state: ClientOptimizer, closure: Callable[[], Any] | None
+    ) -> Callable[[], Any] | None:
+        """Prepare a step of an optimizer; return its closure, which also completes gradients."""
+        state.before_step(self._ratio)
+        if not state.is_simple:  # it may move parameters without a gradient
+            state.held = [(p.data, p.detach().clone()) for p in self._held_parameters()]
         if not self.gradient_terms and not self.phases:
             return closure
         if closure is None:
@@ -462,18 +475,12 @@ class ClientRunner(ABC):
 
         return completed
 
-    def end_step(self) -> None:
-        """Record the step's learning rate, which hooks may have set, and restore the group's.
-
-        A rate that is a tensor is copied instead of read, since reading waits for the device.
-        """
-        lr = self._own_lr[0] if self._own_lr else self.optimizer.param_groups[0].get("lr", 0.0)
-        self._step_rates.append(lr.detach().clone() if isinstance(lr, Tensor) else lr)
-        self._restore_lr()
-        for now, before in self._held:
-            now.copy_(before)
-        self.optimizer_state.after_step()
-        self._is_in_step = False
+    def end_step(self, state: ClientOptimizer | None = None) -> None:
+        """Restore the learning rates of an optimizer, and record that of the first optimizer."""
+        first = self.optimizer_state.each[0]
+        lr = (state or first).after_step()
+        if state in (None, first):
+            self._step_rates.setdefault(self.steps_before + self.step, lr)
 
     def mean_lr(self, steps: int, lr: float) -> float:
         """Return the mean learning rate of a client's local steps, with schedulers.
@@ -482,16 +489,10 @@ class ClientRunner(ABC):
             steps: Number of local steps of the client.
             lr: The client's learning rate without schedulers.
         """
-        rates = self._step_rates[:steps] or [self.base_lr]
+        rates = [lr for step, lr in self._step_rates.items() if step < steps] or [self.base_lr]
         if isinstance(rates[0], Tensor):  # one read instead of a wait for each
             rates = torch.stack([rate.reshape(()) for rate in rates]).tolist()
         mean = rates[0] if len(set(rates)) == 1 else fmean(rates)
         if mean == self.base_lr or not self.base_lr:  # avoids the rounding of a ratio
             return lr
         return mean if lr == self.base_lr else mean * (lr / self.base_lr)
-
-    def _restore_lr(self) -> None:
-        if self._own_lr:
-            for group, lr in zip(self.optimizer.param_groups, self._own_lr, strict=True):
-                group["lr"] = lr
-            self._own_lr = []

@@ -22,7 +22,7 @@ def user_module(module: LightningModule) -> LightningModule:
 def client_runner(
     module: LightningModule,
     buffers: BufferPolicy,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     keep_optimizer: KeepOptimizer,
     exchange_frozen: bool = False,
     local_patterns: Sequence[str] = (),
@@ -33,7 +33,7 @@ def client_runner(
     Args:
         module: The user's module, or ``VectorizedClients`` of it.
         buffers: How floating-point buffers are aggregated; see :class:`ClientRunner`.
-        optimizer: The optimizer of local training.
+        optimizers: The optimizers of local training: one, unless the module optimizes manually.
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
         exchange_frozen: Whether frozen parameters are exchanged; see
             :class:`~lightning_fl.callbacks.FederatedLoop`.
@@ -44,8 +44,8 @@ def client_runner(
     user = user_module(module)
     constants, local = split_tensors(user, exchange_frozen, local_patterns)
     if not isinstance(module, VectorizedClients) or module.reason is not None:
-        return otherwise(user, buffers, optimizer, keep_optimizer, constants, local)
+        return otherwise(user, buffers, optimizers, keep_optimizer, constants, local)
     module.runner = VectorizedRunner(
-        user, buffers, optimizer, keep_optimizer, module.constants, local, module.stack
+        user, buffers, optimizers[0], keep_optimizer, module.constants, local, module.stack
     )
     return module.runner

@@ -47,7 +47,10 @@ def trained_parameters(
 
 
 def trained_in_phases(
-    phases: Sequence[Phase], module: LightningModule, local: Collection[str], optimizer: Optimizer
+    phases: Sequence[Phase],
+    module: LightningModule,
+    local: Collection[str],
+    optimizers: Sequence[Optimizer],
 ) -> list[frozenset[str]]:
     """Return the names of the parameters that each phase trains.
 
@@ -55,13 +58,13 @@ def trained_in_phases(
         phases: The phases.
         module: The user's module.
         local: Names of the client-local tensors.
-        optimizer: The optimizer of local training.
+        optimizers: The optimizers of local training.
 
     Raises:
-        FederationError: If a phase trains nothing, or the optimizer moves parameters without a
+        FederationError: If a phase trains nothing, or an optimizer moves parameters without a
             gradient.
     """
-    for each in with_inner(optimizer) if phases else ():
+    for each in (inner for o in optimizers for inner in with_inner(o)) if phases else ():
         # They evaluate the loss several times, with all parameters moved.
         if isinstance(each, LBFGS) or hasattr(each, "evaluations"):
             raise FederationError(

@@ -61,6 +61,8 @@ class OrderCheck:
         size = sum(tensor.nbytes for tensor in tensors.by_name.values())
         if is_on and size > MAX_BYTES:
             self._skip(f"has {size / 2**20:.0f} MiB")
+        elif is_on and not self.module.automatic_optimization:  # its copy would step our optimizers
+            self._skip("optimizes manually")
         self._first: int | None = None
         self._before: LightningModule | None = None
         #: Attributes of the module and its parts after the first client.

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.runners.base import ClientRunner
+from lightning_fl.runners.client_optimizers import OPTIMIZER_ROWS, Rows
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import reported_loss
-from lightning_fl.runners.optimizer import OPTIMIZER_ROWS, Rows, params_of
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, to_cpu
 
 
@@ -44,11 +44,11 @@ class SequentialRunner(ClientRunner):
             moved = {name: p.detach().clone() for name, p in self.shared.items()}
             vars(self.module)[GLOBAL_PARAMETERS] = vars(self.module)[GLOBAL_PARAMETERS] | moved
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check what the optimizer trains, too; see :meth:`ClientRunner.check_optimizer`."""
-        super().check_optimizer(optimizer)
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Check what optimizers train, too; see :meth:`ClientRunner.check_optimizers`."""
+        super().check_optimizers(optimizers)
         own = {id(parameter) for parameter in self.module.parameters()}
-        if strange := [p for p in params_of(optimizer) if id(p) not in own]:
+        if strange := [p for _, p in self.optimizer_state.params() if id(p) not in own]:
             name = type(self.module).__name__
             raise FederationError(
                 f"the optimizer of {name} trains {len(strange)} tensors that are not parameters of"

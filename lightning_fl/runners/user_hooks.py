@@ -55,6 +55,8 @@ def hooks_of(module: LightningModule) -> list[str]:
 
 def why_alone(module: LightningModule) -> str | None:
     """Return the reason why a module cannot be vectorized regardless of its step, or None."""
+    if not module.automatic_optimization:
+        return "it optimizes manually"
     hooks = hooks_of(module)
     if own := [name for name in STEP_HOOKS if name in hooks]:
         return f"it overrides hooks that run per step or batch: {', '.join(sorted(own))}"

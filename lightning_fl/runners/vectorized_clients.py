@@ -61,7 +61,7 @@ class VectorizedClients(LightningModule):
     with a warning that gives the reason.
 
     Args:
-        module: Any LightningModule with automatic optimization.
+        module: Any LightningModule. One that optimizes manually trains one client after another.
         group_size: Number of clients that train at once. ``auto`` chooses it. On a CPU, networks
             with 2-d convolutions then train one after another, by compiled steps if the optimizer
             is SGD and the run is long enough; everything else is vectorized.
@@ -107,7 +107,8 @@ class VectorizedClients(LightningModule):
             )
         self.module = module
         self.example_input_array = module.example_input_array
-        for name in ("_strict_loading", "_log_hyperparams", "_hparams_name", "_dtype", "_device"):
+        options = "_strict_loading", "_log_hyperparams", "_hparams_name", "_dtype", "_device"
+        for name in (*options, "_automatic_optimization"):
             vars(self)[name] = vars(module).get(name)
         self.group_size, self.compiled = group_size, compile
         self.stack: dict[str, nn.Parameter] = {}

@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
+from lightning_fl.runners.client_optimizers import Rows
 from lightning_fl.runners.compiled import MOST_GRAPHS, Graphs, graph_of, shape_of, with_gradients
 from lightning_fl.runners.groups import knows_weights
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.malloc import keep_freed_memory
-from lightning_fl.runners.optimizer import PROPORTIONAL, Rows, fresh, params_of, step_hooks_of
+from lightning_fl.runners.optimizer import PROPORTIONAL, fresh, params_of, step_hooks_of
 from lightning_fl.runners.samples import BatchSamples, Collated, Padded, Samples
 from lightning_fl.runners.stacks import Stacks
 from lightning_fl.runners.tensors import (
@@ -61,7 +62,7 @@ class VectorizedRunner(ClientRunner):
         local: Iterable[str],
         params: dict[str, nn.Parameter],
     ) -> None:
-        super().__init__(module, buffers, optimizer, keep_optimizer, constants, local)
+        super().__init__(module, buffers, [optimizer], keep_optimizer, constants, local)
         self.stacks = Stacks(self.tensors, params)
         self.vectorized = VectorizedStep(self.stacks, optimizer)
         self.logs = StepLogs(self.vectorized.local)
@@ -90,16 +91,16 @@ class VectorizedRunner(ClientRunner):
         #: Parameters before the optimizer step, if clients have different learning rates.
         self._start: list[Tensor] = []
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check hooks, too; see :meth:`ClientRunner.check_optimizer`.
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Check hooks, too; see :meth:`ClientRunner.check_optimizers`.
 
         Raises:
             FederationError: If a hook of the optimizer would see the stacked parameters, or if a
                 parameter or a layer got a hook, which vectorized steps do not call.
         """
-        super().check_optimizer(optimizer)
+        super().check_optimizers(optimizers)
         name, remedy = type(self.module).__name__, "train the module without VectorizedClients"
-        for hook in step_hooks_of(optimizer):
+        for hook in step_hooks_of(self.optimizer):
             raise FederationError(
                 f"the optimizer of {name} has a step hook"
                 f" ({getattr(hook, '__qualname__', hook)}). It would run once for the stacked"

@@ -31,7 +31,7 @@ def runner(request):
     def make(module=None, buffers="average", keep=False, **options):
         user = Mixed(**options) if module is None else module
         user = user if request.param == "plain" else VectorizedClients(user)
-        made = client_runner(user, buffers, user.configure_optimizers(), keep)
+        made = client_runner(user, buffers, [user.configure_optimizers()], keep)
         made.group_size = user
         return made
 
@@ -253,7 +253,7 @@ def test_a_client_starts_from_its_local_buffers(runner):
 def test_a_module_has_what_its_client_started_from_until_the_fit_ends():
     module = Mixed()
     module.federated_global_parameters = {}
-    made = client_runner(module, "average", module.configure_optimizers(), False)
+    made = client_runner(module, "average", [module.configure_optimizers()], False)
     assert type(made) is SequentialRunner
     load(made)
     step(made)

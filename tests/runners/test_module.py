@@ -646,13 +646,6 @@ def test_only_a_module_of_lightning_is_vectorized(tiny):
         VectorizedClients(VectorizedClients(tiny()))
 
 
-def test_manual_optimisation_is_refused(train, tiny):
-    module = tiny()
-    module.automatic_optimization = False
-    with pytest.raises(FederationError, match="Tiny uses manual optimization"):
-        train(module, 3)
-
-
 @pytest.mark.parametrize("fitted", [False, True])
 def test_vectorized_clients_without_a_loop_are_refused(trainer, tiny, data, fit, fitted):
     group_size = VectorizedClients(tiny())

@@ -32,7 +32,7 @@ class Mixed(LightningModule):
 @pytest.fixture
 def stacked():
     module = VectorizedClients(Mixed())
-    runner = client_runner(module, "average", module.configure_optimizers(), False)
+    runner = client_runner(module, "average", [module.configure_optimizers()], False)
     assert type(runner) is VectorizedRunner
     return runner
 

@@ -1,0 +1,142 @@
+"""``Trainer(accumulate_grad_batches=...)``: an optimizer step of several local steps."""
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_fl import VectorizedClients
+from lightning_fl.aggregators import FedAvg, FedNova, Scaffold
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.partition import IID
+from lightning_fl.policies import Schedule
+from lightning_fl.runners import Phase
+from lightning_fl.samplers import ClientSampler
+from lightning_fl.testing import Run, check_federation
+from lightning_fl.types import FederationError
+
+
+class Only(ClientSampler):
+    """Sample given clients."""
+
+    def __init__(self, clients):
+        self.clients = clients
+
+    def sample(self, round, count, num_samples, generator):
+        return torch.tensor(self.clients)
+
+
+@pytest.fixture
+def regression(data):
+    """Two clients with linear targets."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 3, generator=random, dtype=torch.float64)
+    samples = TensorDataset(x, x.sum(1))
+    return data(samples, num_clients=2, batch_size=4, val=samples, partition=IID())
+
+
+def stepwise(module):
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.parametrize("accumulated", [2, 3])
+def test_the_check_of_a_federation_passes(data, foreign, accumulated):
+    def make():
+        module = foreign(dropout=0.0)
+        module.configure_optimizers = lambda: stepwise(module)
+        trainer = {"accumulate_grad_batches": accumulated}
+        return Run(module, data(num_clients=3), FederatedLoop(buffers="average"), trainer=trainer)
+
+    columns = "order", "resume", "vectorized", "plain"
+    results = check_federation(make, columns=columns, steps=5)
+    expected = ["equal", "equal", "refused", "equal"]
+    assert [result.outcome for result in results] == expected, results
+    assert "accumulates gradients (accumulate_grad_batches)" in results[2].detail
+
+
+def test_the_last_step_of_a_client_updates_it_as_by_hand(fit, linear, regression, flat):
+    """Three batches, and gradients of two: steps after the second and the third."""
+    found = []
+    for clients in ([0], [1], [0, 1]):
+        module, loop = (
+            linear(),
+            FederatedLoop(FedAvg(weighting="uniform"), Schedule(num_steps=3), Only(clients)),
+        )
+        batches = []
+        step = module.training_step
+
+        def noted(batch, batch_idx, step=step, batches=batches):
+            batches.append(batch)
+            return step(batch, batch_idx)
+
+        module.training_step = noted
+        fit(module, loop, regression, rounds=1, accumulate_grad_batches=2)
+        found.append(flat(module))
+        if len(clients) == 1:
+            weight = flat(linear()).requires_grad_()
+            for group in (batches[:2], batches[2:]):
+                loss = sum((x @ weight - y).square().mean() / 2 for x, y in group)
+                (gradient,) = torch.autograd.grad(loss, weight)
+                weight = (weight - 0.1 * gradient).detach().requires_grad_()
+            assert torch.allclose(found[-1], weight, rtol=0, atol=1e-12)
+    assert torch.allclose((found[0] + found[1]) / 2, found[2], rtol=0, atol=1e-12)
+
+
+def test_counts_are_those_of_optimizer_steps(fit, foreign):
+    module = foreign(dropout=0.0)
+    counts, estimated = [], []
+
+    def configure():
+        estimated.append(module.trainer.estimated_stepping_batches)
+        return stepwise(module)
+
+    def noted(batch, batch_idx, step=module.training_step):
+        counts.append((batch_idx, module.global_step))
+        return step(batch, batch_idx)
+
+    module.configure_optimizers, module.training_step = configure, noted
+    policy = Schedule(num_steps=3)
+    loop = FederatedLoop(policy=policy, buffers="average", clients_per_round=2, check=False)
+    fit(module, loop, rounds=2, accumulate_grad_batches=2)
+    first, second = [(0, 0), (1, 0), (2, 1)], [(0, 2), (1, 2), (2, 3)]
+    assert counts == [*first, *first, *second, *second]
+    assert estimated == [4]
+    assert [row["num_steps"] for row in loop.rows] == [6, 6]
+    assert loop.rows[1]["lr"] == pytest.approx(0.007)  # a scheduler of two optimizer steps
+
+
+def test_clients_report_the_loss_of_a_batch(fit, foreign):
+    losses = []
+    for accumulated in (1, 2):
+        loop = FederatedLoop(buffers="average")
+        fit(foreign(dropout=0.0), loop, rounds=1, accumulate_grad_batches=accumulated)
+        losses.append(list(loop.losses_in_the_round.values()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_vectorized_clients_train_one_after_another(fit, foreign, flat):
+    found = []
+    for wrap in (lambda m: m, VectorizedClients):
+        module = foreign(dropout=0.0, batchnorm=False)
+        wrapped = wrap(module) if wrap is not VectorizedClients else VectorizedClients(module, 2)
+        if wrap is VectorizedClients:
+            with pytest.warns(match="one client after another.*accumulates gradients"):
+                fit(wrapped, accumulate_grad_batches=2)
+            assert wrapped.reason is None  # of this fit only
+        else:
+            fit(wrapped, accumulate_grad_batches=2)
+        found.append(flat(module))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("rule", [Scaffold(), FedNova()], ids=lambda rule: type(rule).__name__)
+def test_rules_that_count_local_steps_are_refused(fit, linear, regression, rule):
+    with pytest.raises(FederationError, match=rf"{type(rule).__name__}.* fewer optimizer steps"):
+        fit(linear(), FederatedLoop(rule), regression, accumulate_grad_batches=2)
+
+
+def test_phases_are_refused(fit, foreign):
+    loop = FederatedLoop(policy=Schedule(phases=[Phase(["net.0.*"])]), buffers="average")
+    with pytest.raises(FederationError, match="phases cannot be combined with accumulate_grad"):
+        fit(foreign(), loop, accumulate_grad_batches=2)
