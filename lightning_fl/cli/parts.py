@@ -73,7 +73,7 @@ def _parts(words: Sequence[str], *names: str) -> _PartsCLI:
     return start(partial(_PartsCLI, names=names), words)
 
 
-def split(words: Sequence[str], output: str) -> None:
+def partition(words: Sequence[str], output: str) -> None:
     """Split the data of a configuration: neither a module nor a Trainer is made.
 
     Args:
@@ -134,11 +134,12 @@ def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str
         raise SystemExit(1)
 
 
-def export(words: Sequence[str], output: str) -> None:
+def export(words: Sequence[str], target: str, output: str) -> None:
     """Write the app of a configuration.
 
     Args:
         words: Arguments of ``lightning-fl``, from ``fit`` on.
+        target: What runs the app: ``flower``.
         output: Folder of the app.
     """
     cli = _parts(words, "data", "model", "federation")
