@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _train(command: str, own: dict[str, object], options: Sequence[str]) -> None:
-    from lightning_fl.errors import MisconfigurationException
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     try:
         from lightning_fl.cli.run import run  # an error without the extra that draws figures

@@ -39,8 +39,10 @@ PLACES |= {"trainer.enable_model_summary", "checkpoint.dirpath", "checkpoint.fil
 PLACES |= {"checkpoint.every_n_rounds"}
 #: Options of a fit that do not affect the metrics of a test, and those that a resumed fit may
 #: change without notice.
-IGNORED_BY_TEST = ("vectorize", "trainer.accelerator", "trainer.callbacks", "trainer.devices")
-IGNORED_BY_TEST += ("trainer.logger", "trainer.max_epochs", "trainer.strategy")
+IGNORED_BY_TEST = (
+    *("vectorize", "trainer.accelerator", "trainer.callbacks", "trainer.devices"),
+    *("trainer.logger", "trainer.max_epochs", "trainer.strategy"),
+)
 IGNORED_BY_RESUME = ("trainer.logger", "trainer.max_epochs")
 
 Row = dict[str, float]
