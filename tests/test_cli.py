@@ -447,7 +447,7 @@ MISTAKES = {
     "threads": "--threads=0",
     "group_size": "--vectorize.group_size=0",
     "width": "--vectorize.width=3",
-    "5000 clients cannot share 1294 samples": "--data.init_args.num_clients=5000",
+    "num_clients must be an integer in [1, 1294], got 5000": "--data.init_args.num_clients=5000",
     "use Schedule(num_steps=...)": "--trainer.limit_train_batches=3",
     "checkpoint . is not a file: set --ckpt_path to a file or last": "--ckpt_path=.",
     "download=true": "--data=MNIST --data.init_args.root=nowhere",

@@ -33,7 +33,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         command, own, options = parse(sys.argv[1:] if args is None else args)
         if command in ("init", "configs", "methods"):
-            getattr(quick, command)(**own)
+            vars(quick)[command](**own)
         else:
             _train(command, own, options)
         sys.stdout.flush()
@@ -55,7 +55,7 @@ def _train(command: str, own: dict[str, object], options: Sequence[str]) -> None
         run(command, own, options)
     except MisconfigurationException as error:
         # Notes give the round and the client.
-        fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
+        fail("\n".join([str(error), *vars(error).get("__notes__", ())]))
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

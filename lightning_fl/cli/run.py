@@ -38,7 +38,7 @@ def run(command: str, own: dict[str, Any], options: Sequence[str]) -> None:
         # Imported here: the help of a fit would list the classes of remote clients.
         from lightning_fl.cli import parts
 
-        getattr(parts, command)(["fit", *options], **own)
+        vars(parts)[command](["fit", *options], **own)
 
 
 def _warning(

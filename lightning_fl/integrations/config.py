@@ -67,7 +67,7 @@ class Configuration:
                 otherwise have them from the same configuration.
         """
         options = self.loop.options
-        chosen = {name: getattr(options, name) for name in OF_SERVER}
+        chosen = {name: vars(options)[name] for name in OF_SERVER}
         rules = options.aggregator, options.policy, options.sampler
         return RemoteServer(
             self.module,
@@ -88,7 +88,8 @@ class Configuration:
                 trains its part.
         """
         options = self.loop.options
-        chosen = {name: getattr(options, name) for name in OF_CLIENT}
+        known = {**vars(options), "phases": options.phases}
+        chosen = {name: known[name] for name in OF_CLIENT}
         if chosen["buffers"] is None:
             del chosen["buffers"]  # the server warns
         if data is None:
