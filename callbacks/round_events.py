@@ -55,15 +55,8 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
 
     def run(optimize: Method, optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:
         start = step_of(batch_idx).start
-        if "batch_idx" in kwargs:
-            kwargs["batch_idx"] = start
-        return optimize(optimizer, start, kwargs)
-
-    def schedulers(update: Method, interval: str, **options: Any) -> None:
-        if interval == "epoch" and not options.get("update_plateau_schedulers"):
-            current().step_schedulers(partial(update, interval, **options))
-        else:
-            update(interval, **options)
+        changed = {"batch_idx": start} if "batch_idx" in kwargs else {}
+        return optimize(optimizer, start, kwargs | changed)
 
     def batch_end(hook: Method, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = step_of(batch_idx)
@@ -78,7 +71,7 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         (module, "on_train_epoch_start", epoch_start),
         (module, "on_train_batch_start", batch_start),
         (epoch_loop.automatic_optimization, "run", run),
-        (epoch_loop, "update_lr_schedulers", schedulers),
+        (epoch_loop, "update_lr_schedulers", partial(_step_schedulers, current)),
         (module, "on_train_batch_end", batch_end),
     ]
     if isinstance(fit.runner, SequentialRunner):
@@ -86,3 +79,13 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         hooks += [(module, name, in_hook) for name in HOOKS_AFTER_TRANSFER if name in own]
     for owner, name, wrapper in hooks:
         undo.enter_context(replaced(owner, name, partial(partial, wrapper)))
+
+
+def _step_schedulers(
+    current: Callable[[], Round], update: Method, interval: str, **options: Any
+) -> None:
+    """Leave the schedulers of an epoch to the round."""
+    if interval == "epoch" and not options.get("update_plateau_schedulers"):
+        current().step_schedulers(partial(update, interval, **options))
+    else:
+        update(interval, **options)

@@ -79,14 +79,6 @@ def report(
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
     if path.suffix != ".html" or path.is_dir():
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
-    if metric is None and mode is not None:
-        raise FederationError(f"mode={mode} is for a metric: set metric, too")
-    mode = mode or direction(metric or "acc")
-    if mode is None:
-        raise FederationError(
-            f"the name {metric!r} does not tell whether more or less of it is better: set"
-            " --mode=max or --mode=min"
-        )
     groups = _judged(named, metric, mode)
     page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
     table = "" if latex is None else table_of(Comparison(groups), columns, percent)
@@ -97,8 +89,18 @@ def report(
     return path
 
 
-def _judged(named: Mapping[str, Sequence[Path]], metric: str | None, mode: str) -> list[Group]:
+def _judged(
+    named: Mapping[str, Sequence[Path]], metric: str | None, mode: str | None
+) -> list[Group]:
     """Read the runs, and return them in groups with the metric that was asked for."""
+    if metric is None and mode is not None:
+        raise FederationError(f"mode={mode} is for a metric: set metric, too")
+    mode = mode or direction(metric or "acc")
+    if mode is None:
+        raise FederationError(
+            f"the name {metric!r} does not tell whether more or less of it is better: set"
+            " --mode=max or --mode=min"
+        )
     judged = partial(replace, metric=metric, mode=mode)
     groups = with_names({n: [judged(read_run(f)) for f in each] for n, each in named.items()})
     known = dict.fromkeys(n for each in groups for run in each.runs for n in run.columns)
