@@ -49,10 +49,8 @@ class Attack(OnUpdates):
             count: Number of clients in the federation.
         """
         if not isinstance(self.clients, int | float):
-            attackers = set(self.clients)
-            if beyond := sorted(client for client in attackers if client >= count):
-                raise FederationError(f"clients must be ids below {count}, got {beyond[0]}")
-            return attackers
+            check_integer("an id in clients", max(self.clients, default=0), min=0, max=count - 1)
+            return set(self.clients)
         random = generator(seed, RandomStream.ATTACKERS)
         number = math.floor(self.clients * count + 1e-9)
         return set(torch.randperm(count, generator=random)[:number].tolist())
@@ -345,10 +343,8 @@ class Backdoor(DataAttack):
 
     def _check(self, x: Tensor) -> None:
         """Check that the trigger fits the shape and data type of the samples."""
-        if self.size > min(x.shape[1:][-2:], default=0):
-            raise FederationError(
-                f"size={self.size} is larger than samples of shape {tuple(x.shape[1:])}"
-            )
+        most, hint = min(x.shape[1:][-2:], default=0), f"samples have the shape {[*x.shape[1:]]}"
+        check_integer("size", self.size, min=1, max=most, hint=hint)
         if self.trigger_value is not None and not x.is_floating_point():
             limits = torch.iinfo(x.dtype)
             hint = "use a value of the stored samples"

@@ -127,11 +127,8 @@ class ClientFaults(OnUpdates, HasDurations):
         self.rates = {"dropout": dropout, "crash": crash, "nan": nan, "blowup": blowup}
         for option, value in self.rates.items():
             check_number(option, value, min=0, max=1)
-        if (total := sum(self.rates.values())) > 1 + 1e-9:
-            raise FederationError(
-                "the sum of dropout, crash, nan and blowup must be at most 1, because a client has"
-                f" at most one fault per round, got {total:g}"
-            )
+        total, hint = round(sum(self.rates.values()), 9), "a client has one fault per round"
+        check_number("the sum of dropout, crash, nan and blowup", total, min=0, max=1, hint=hint)
         self.name = name
         self.durations = SimulatedDurations(
             straggler, straggler_factor, step_seconds, bandwidth, speed_sigma

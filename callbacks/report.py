@@ -203,7 +203,7 @@ class RunReport(Callback):
             "rounds": trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None,
             "seed": loop.run_seed,
             "clients": len(data.num_samples),
-            "batch_size": getattr(data, "batch_size", None),
+            "batch_size": data.batch_size,
             "module": type(module).__name__,
             "network": network_name(module),
             "parameters": sum(parameter.numel() for parameter in module.parameters()),

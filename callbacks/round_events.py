@@ -55,9 +55,8 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
 
     def run(optimize: Method, optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:
         start = step_of(batch_idx).start
-        if "batch_idx" in kwargs:
-            kwargs["batch_idx"] = start
-        return optimize(optimizer, start, kwargs)
+        changed = {"batch_idx": start} if "batch_idx" in kwargs else {}
+        return optimize(optimizer, start, kwargs | changed)
 
     def run_manual(optimize: Method, kwargs: dict[str, Any]) -> Any:
         if "batch_idx" in kwargs:
@@ -74,12 +73,6 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         done = step.start + step.steps
         return not step.last and done % fit.trainer.accumulate_grad_batches != 0
 
-    def schedulers(update: Method, interval: str, **options: Any) -> None:
-        if interval == "epoch" and not options.get("update_plateau_schedulers"):
-            current().step_schedulers(partial(update, interval, **options))
-        else:
-            update(interval, **options)
-
     def batch_end(hook: Method, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = step_of(batch_idx)
         if step.rows:  # empty while this process waits for others
@@ -95,7 +88,7 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         (epoch_loop.automatic_optimization, "run", run),
         (epoch_loop.manual_optimization, "run", run_manual),
         (epoch_loop, "_should_accumulate", should_accumulate),
-        (epoch_loop, "update_lr_schedulers", schedulers),
+        (epoch_loop, "update_lr_schedulers", partial(_step_schedulers, current)),
         (module, "on_train_batch_end", batch_end),
     ]
     if isinstance(fit.runner, SequentialRunner):
@@ -103,3 +96,13 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         hooks += [(module, name, in_hook) for name in HOOKS_AFTER_TRANSFER if name in own]
     for owner, name, wrapper in hooks:
         undo.enter_context(replaced(owner, name, partial(partial, wrapper)))
+
+
+def _step_schedulers(
+    current: Callable[[], Round], update: Method, interval: str, **options: Any
+) -> None:
+    """Leave the schedulers of an epoch to the round."""
+    if interval == "epoch" and not options.get("update_plateau_schedulers"):
+        current().step_schedulers(partial(update, interval, **options))
+    else:
+        update(interval, **options)

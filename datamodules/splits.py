@@ -125,15 +125,8 @@ def split_samples(
     key_names: list[str] = []
     if rule.splits_by == "keys":
         codes, key_names = _keys(rule, data, keys)
-    elif keys is not None:
-        raise FederationError(
-            f"{type(rule).__name__} does not read keys: leave them out, or set partition=Natural()"
-        )
-    elif rule.splits_by == "labels" and classes is None:
-        raise FederationError(
-            f"{type(rule).__name__} needs a label for each training sample, but"
-            f" {type(data).__name__} has none that are numbers (targets or labels): pass labels="
-        )
+    else:
+        _check_rule(rule, data, keys is not None, classes is not None)
     is_kept = torch.arange(len(data)) < len(data) - sum(map(len, tests))
     codes = None if codes is None else codes[is_kept]
     by = strata[is_kept] if codes is None else codes
@@ -153,6 +146,19 @@ def split_samples(
     _check_apart(data, parts, [held, *tests])
     steps, samples = _in_steps(parts, stream_steps, seed), samples_checksum(data, classes)
     return Split(classes, names, held, parts, tests, steps, seed, samples)
+
+
+def _check_rule(rule: Partition, data: Any, has_keys: bool, has_classes: bool) -> None:
+    """Check that a rule that does not split by keys has what it reads."""
+    if has_keys:
+        raise FederationError(
+            f"{type(rule).__name__} does not read keys: leave them out, or set partition=Natural()"
+        )
+    if rule.splits_by == "labels" and not has_classes:
+        raise FederationError(
+            f"{type(rule).__name__} needs a label for each training sample, but"
+            f" {type(data).__name__} has none that are numbers (targets or labels): pass labels="
+        )
 
 
 def labels_of(data: Any) -> Tensor | None:

@@ -118,6 +118,22 @@ def check_sizes(**sizes: int) -> None:
         check_integer(name, size, min=1)
 
 
+def check_exclusive(**options: object) -> None:
+    """Check that at most one of some options is set.
+
+    Args:
+        options: Values by name; None is not set.
+
+    Example:
+        >>> check_exclusive(num_steps=3, local_epochs=1.5)
+        Traceback (most recent call last):
+        lightning_fl.errors.FederationError: num_steps=3 excludes local_epochs=1.5: set one of them
+    """
+    given = [f"{name}={value!r:.200}" for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise FederationError(f"{' excludes '.join(given)}: set one of them")
+
+
 def check_choice(name: str, value: _T, *allowed: str) -> _T:
     """Return a string if it is one of those allowed; raise otherwise.
 

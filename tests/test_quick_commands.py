@@ -112,7 +112,7 @@ def test_a_wheel_has_the_page_of_methods_elsewhere(monkeypatch, tmp_path, capsys
     page.write_text("## Mine\n\n| a | b |\n|---|---|\n| my method | `Name` |\n")
     monkeypatch.setattr(quick, "METHODS", (tmp_path / "missing.md", page))
     main(["methods"])
-    assert capsys.readouterr().out == "Mine\n\n  my method\n      Name\n\n"
+    assert capsys.readouterr().out == "Mine: my method\n    Name\n"
 
 
 def test_folders_of_a_report_can_be_named(monkeypatch, tmp_path):
@@ -122,8 +122,8 @@ def test_folders_of_a_report_can_be_named(monkeypatch, tmp_path):
     (tmp_path / "a.html").touch()
     words = ["A=a*", "B=b", "lr=0.1", "x/lr=1", "A=b", "C=c*", "=b"]
     assert named_runs(words) == {
-        "A": ["a1", "a2", "b"],
-        "B": ["b"],
+        "A": ["a1/", "a2/", "b/"],
+        "B": ["b/"],
         "": ["lr=0.1", "x/lr=1", "=b"],
         "C": ["c*"],  # the report says that there is no such folder
     }

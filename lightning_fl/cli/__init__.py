@@ -13,10 +13,8 @@ from typing import NoReturn
 
 #: Exit code after a fit in which no round had a usable update.
 NOT_TRAINED = 3
-#: Exit code after an interruption (128 + SIGINT), as in a shell.
-INTERRUPTED = 130
-#: Exit code after SIGTERM (128 + SIGTERM), as in a shell.
-TERMINATED = 143
+#: Exit codes after an interruption (128 + SIGINT) and after SIGTERM (128 + SIGTERM), as in a shell.
+INTERRUPTED, TERMINATED = 130, 143
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -27,10 +25,17 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: Arguments. None takes those of the process.
     """
+    from lightning_fl.cli import quick
+    from lightning_fl.cli.arguments import parse
+
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
-        _run(sys.argv[1:] if args is None else args)
+        command, own, options = parse(sys.argv[1:] if args is None else args)
+        if command in ("init", "configs", "methods"):
+            vars(quick)[command](**own)
+        else:
+            _train(command, own, options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe has left, as in lightning-fl configs | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -41,30 +46,16 @@ def main(args: Sequence[str] | None = None) -> None:
         raise SystemExit(INTERRUPTED) from None
 
 
-def _run(words: Sequence[str]) -> None:
-    from lightning_fl.cli.arguments import OF_CONFIG, OF_TRAINER, command_parser
+def _train(command: str, own: dict[str, object], options: Sequence[str]) -> None:
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    parser = command_parser()
-    asked, options = parser.parse_known_args(words or ["--help"])
-    if options and asked.command not in (*OF_CONFIG, *OF_TRAINER):
-        parser.error(f"unrecognized arguments: {' '.join(options)}")
-    if asked.command in ("init", "configs", "methods"):
-        from lightning_fl.cli import quick
+    try:
+        from lightning_fl.cli.run import run  # an error without the extra that draws figures
 
-        if asked.command == "init":
-            quick.init(asked.name)
-        elif asked.command == "configs":
-            quick.configs()
-        else:
-            quick.methods(asked.word)
-    else:
-        from lightning_fl.errors import FederationError
-
-        try:
-            from lightning_fl.cli.run import run
-        except FederationError as error:  # without the extra that draws figures
-            fail(str(error))
-        run(asked, options)
+        run(command, own, options)
+    except MisconfigurationException as error:
+        # Notes give the round and the client.
+        fail("\n".join([str(error), *vars(error).get("__notes__", ())]))
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

@@ -5,11 +5,13 @@ Nothing here imports torch or Lightning, which take seconds.
 
 from __future__ import annotations
 
+import os.path
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from glob import glob
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 #: Configurations that come with the package.
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -32,13 +34,7 @@ OF_TRAINER = ("fit", "validate", "test", "predict")
 #: Commands that take options of their own and those of ``fit``, with what they need.
 OF_CONFIG = {"check": "FILE", "partition": "FILE", "export": "flower FILE"}
 WITH_FIT = "Further options are those of fit, such as --data.init_args.num_clients=20."
-DETAILS = {
-    "check": "It trains a small federation again with one thing changed, and compares the final"
-    " models: the clients in reverse order (order), continued after the first round by a new"
-    " process (resume), clients that train at once (vectorized), two processes (processes), and one"
-    " client with all samples beside Lightning without a loop (plain). The exit code is 1 if a"
-    " result differs.",
-}
+COLUMNS = "order, resume, vectorized, processes, plain"
 RUNS = (
     "Folders of runs (runs/digits/version_0), or folders that contain runs (runs/digits). NAME is a"
     " group of runs; its FOLDER may contain wildcards (FedAvg='runs/a*')."
@@ -70,25 +66,26 @@ def with_configs(words: Sequence[str]) -> list[str]:
         >>> Path(with_configs(["fit", "--config", "digits"])[-1]).name
         'digits.yaml'
     """
-    paths = CONFIGS.rglob("*.yaml")
-    shipped = {str(path.relative_to(CONFIGS).with_suffix("")): path for path in paths}
     found: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         option, _, value = word.rpartition("=")
         is_value = option or (before.startswith("-") and "=" not in before)
-        is_file = value.endswith((".yaml", ".yml"))
-        if is_file and not is_value:
-            found.append("--config")
-        path = shipped.get(value.removeprefix("configs/").removesuffix(".yaml"))
-        is_config = is_file or (option or before) in ("-c", "--config")
-        if path and is_config and not Path(value).exists():
-            word = word.removesuffix(value) + str(path)
+        if value.endswith((".yaml", ".yml")) and not is_value:
+            found.append(before := "--config")
+        if (option or before) in ("-c", "--config") and not os.path.exists(value):
+            name = value.removeprefix("configs/").removesuffix(".yaml")
+            if os.path.isfile(path := f"{CONFIGS}/{name}.yaml"):
+                word = word.removesuffix(value) + path
         found.append(word)
     return found
 
 
-def command_parser() -> ArgumentParser:
-    """Return the parser of all commands."""
+def parse(words: Sequence[str]) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the command of a command line, the values of its own arguments, and the rest.
+
+    Args:
+        words: Arguments of the command line.
+    """
     top = ArgumentParser(
         prog="lightning-fl",
         description="Federated learning with the Lightning Trainer.",
@@ -102,7 +99,7 @@ def command_parser() -> ArgumentParser:
             name,
             help=text,
             usage=f"%(prog)s {OF_CONFIG[name]} [options]" if name in OF_CONFIG else None,
-            description=f"{text} {DETAILS.get(name, '')}",
+            description=text,
             epilog=WITH_FIT if name in OF_CONFIG else None,
             add_help=name not in OF_TRAINER,
             allow_abbrev=False,
@@ -125,13 +122,18 @@ def command_parser() -> ArgumentParser:
     add = commands["check"].add_argument
     add("--rounds", type=int, default=3, help="Rounds, default: %(default)s")
     add("--clients", type=int, default=4, help="Most clients per round, default: %(default)s")
-    add("--columns", nargs="+", default=[], help="What to check, default all")
+    add("--columns", nargs="+", default=[], help=f"Some of {COLUMNS}; default: all")
     add = commands["partition"].add_argument
     add("--output", default=".", help="Folder of partition.json and partition.png.")
     add = commands["export"].add_argument
     add("target", choices=["flower"], help="What runs the app.")
     add("--output", default="app", help="Folder of the app, which must not exist, %(default)s.")
-    return top
+    asked, options = top.parse_known_args(words or ["--help"])
+    own = vars(asked)
+    command = own.pop("command")
+    if options and command not in (*OF_CONFIG, *OF_TRAINER):
+        top.error(f"unrecognized arguments: {' '.join(options)}")
+    return command, own, options
 
 
 def named_runs(words: Sequence[str]) -> dict[str, list[str]]:
@@ -151,8 +153,7 @@ def named_runs(words: Sequence[str]) -> dict[str, list[str]]:
         if not name or not pattern or "/" in name or Path(word).exists():
             found.setdefault("", []).append(word)
         else:
-            pattern = str(Path(pattern).expanduser())
-            folders = [each for each in sorted(glob(pattern)) if Path(each).is_dir()]
             # Without a match, the error names the pattern.
+            folders = sorted(glob(f"{os.path.expanduser(pattern)}/"))
             found.setdefault(name, []).extend(folders or [pattern])
     return found

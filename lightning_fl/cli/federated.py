@@ -40,7 +40,6 @@ from lightning_fl.cli.parser import (
     check_file,
     describe,
     one_cause,
-    refuse_call,
 )
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.errors import FederationError
@@ -155,28 +154,15 @@ class FederatedCLI(LightningCLI):
         """Parse the arguments, and check the configurations."""
         parser.usage = "lightning-fl COMMAND --config FILE [options]"
         for word in args:
-            refuse_call(word)
             path = word.rpartition("=")[2]
             if path.endswith((".yaml", ".yml")) and Path(path).is_file():
                 check_file(path)
-        if args and args[0] in self._subcommand_parsers:
-            self._check_names(self._subcommand_parsers[args[0]], args)
         super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand]
         if empty := [name for name in PARTS if config[name] is None]:
             raise FederationError(f"{empty[0]} is empty in the configuration: remove it")
         if isinstance(callback := config.trainer.callbacks, Namespace):  # Lightning takes one, too
             config.trainer.callbacks = [callback]
-
-    def _check_names(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
-        """Raise an error for the last name of an option alone, such as ``--max_epochs``."""
-        options = [option for action in parser._actions for option in action.option_strings]
-        for name in (word.partition("=")[0] for word in args if word.startswith("--")):
-            if "." in name or name in options:
-                continue
-            whole = [option for option in options if option.endswith(f".{name[2:]}")]
-            whole = whole or ["its whole name, such as --federation.policy.init_args.lr"]
-            raise FederationError(f"{name} is not an option: use {' or '.join(whole)}")
 
     def before_instantiate_classes(self) -> None:
         """Set the number of threads."""
@@ -250,22 +236,17 @@ class FederatedCLI(LightningCLI):
     def _callbacks(self, config: Any) -> list[Callback]:
         """Return the callbacks of the configuration, and those that the command adds."""
         callbacks: list[Callback] = list(config.callbacks or [])
-
-        def has(kind: type) -> bool:
-            return any(isinstance(callback, kind) for callback in callbacks)
-
-        if self.subcommand == "fit" and config.enable_progress_bar is not False:
+        is_fit = self.subcommand == "fit"
+        if is_fit and config.enable_progress_bar is not False:
             callbacks.append(RoundProgress())
         # Also without training: Lightning warns if a callback of the checkpoint is missing.
-        if not has(RunReport):
-            before = [i for i, c in enumerate(callbacks) if isinstance(c, LogFiles)]
-            callbacks.insert(min(before, default=len(callbacks)), RunReport())
-        if self.subcommand == "fit":
-            if not has(LogFiles):
-                callbacks.append(LogFiles())
-            if not config.fast_dev_run:
-                resumed = self._get(self.config, "ckpt_path") is not None
-                callbacks.append(RunConfig(self._config_text(), self.run_folder, resumed))
+        for kind in (RunReport, LogFiles)[: 1 + is_fit]:
+            if not any(isinstance(callback, kind) for callback in callbacks):
+                callbacks.append(kind())
+        callbacks.sort(key=lambda callback: isinstance(callback, LogFiles))  # the files of others
+        if is_fit and not config.fast_dev_run:
+            resumed = self._get(self.config, "ckpt_path") is not None
+            callbacks.append(RunConfig(self._config_text(), self.run_folder, resumed))
         return callbacks
 
     def _config_text(self) -> str:

@@ -18,8 +18,12 @@ from lightning_fl.check import COLUMNS, STEPS, CheckResult, Run, check_columns
 from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.errors import FederationError
-from lightning_fl.integrations.config import TRAINING, UNSUPPORTED, Configuration
-from lightning_fl.integrations.export import write_flower_app
+from lightning_fl.integrations.config import (
+    TRAINING,
+    UNSUPPORTED,
+    Configuration,
+    write_flower_app,
+)
 from lightning_fl.partition import summary
 
 
@@ -73,7 +77,7 @@ def _parts(words: Sequence[str], *names: str) -> _PartsCLI:
     return start(partial(_PartsCLI, names=names), words)
 
 
-def split(words: Sequence[str], output: str) -> None:
+def partition(words: Sequence[str], output: str) -> None:
     """Split the data of a configuration: neither a module nor a Trainer is made.
 
     Args:
@@ -134,11 +138,12 @@ def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str
         raise SystemExit(1)
 
 
-def export(words: Sequence[str], output: str) -> None:
+def export(words: Sequence[str], target: str, output: str) -> None:
     """Write the app of a configuration.
 
     Args:
         words: Arguments of ``lightning-fl``, from ``fit`` on.
+        target: What runs the app: ``flower``.
         output: Folder of the app.
     """
     cli = _parts(words, "data", "model", "federation")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_fl.cli import fail
@@ -67,40 +64,23 @@ def description(path: Path) -> str:
 
 
 def methods(word: str) -> None:
-    """Print the methods of the package that have a word in their row of the documentation."""
-    page = next(filter(Path.is_file, METHODS)).read_text(encoding="utf-8")
-    chosen = {
-        title: kept
-        for title, rows in tables(page)
-        if (kept := [row for row in rows if word.lower() in " ".join((title, *row)).lower()])
-    }
-    if not chosen:
-        fail(f"no method has {word!r} in its row: lightning-fl methods lists all of them")
-    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-    for title, rows in chosen.items():
-        print(f"{title}\n")
-        for method, *details in rows:
-            for depth, text in ((2, method), *((6, detail) for detail in details if detail)):
-                print(textwrap.indent(textwrap.fill(text, width - depth), " " * depth))
-        print()
+    """Print the methods of the package that have a word in their row of the documentation.
 
-
-def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
-    r"""Yield the tables of a page in Markdown: the title above, and the cells without markup.
-
-    Links in parentheses are left out.
+    A row of the page is a line with the method, and one with its names, paper and configuration.
 
     Args:
-        page: The page.
-
-    Example:
-        >>> list(tables("## A\n\n| x | y |\n|---|---|\n| [b](c.md) ([e](f.md)) | `d` |\n"))
-        [('A', [['b', 'd']])]
+        word: The word; empty prints all methods.
     """
-    page = re.sub(r" \(\[[^]]+\]\([^)]*\)\)", "", page)
+    page = next(filter(Path.is_file, METHODS)).read_text(encoding="utf-8")
+    page = re.sub(r" \(\[[^]]+\]\([^)]*\)\)", "", page)  # links in parentheses
     page = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", page).replace("`", "")
-    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
-        title, *lines = section.splitlines()
-        rows = [line for line in lines if line.startswith("|")][2:]
-        if rows:
-            yield title, [[cell.strip() for cell in row[1:-1].split("|")] for row in rows]
+    sections = [section.splitlines() for section in re.split("^## ", page, flags=re.MULTILINE)[1:]]
+    lines = []
+    for title, *others in sections:
+        rows = [line[1:-1].split("|") for line in others if line.startswith("|")][2:]
+        for method, *details in (list(map(str.strip, row)) for row in rows):
+            if word.lower() in " ".join((title, method, *details)).lower():
+                lines.append(f"{title}: {method}\n    {' · '.join(filter(None, details))}")
+    if not lines:
+        fail(f"no method has {word!r} in its row: lightning-fl methods lists all of them")
+    print("\n".join(lines))

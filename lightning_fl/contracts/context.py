@@ -101,5 +101,5 @@ class Federation:
 
         Only samples that are available so far are counted.
         """
-        counts: Tensor | None = getattr(self.data, "class_counts", None)
+        counts: Tensor | None = None if self.data is None else self.data.class_counts
         return counts

@@ -29,6 +29,15 @@ class FederatedData(Protocol):
     checksum: str
     #: Whether processes split the validation samples in a fit; otherwise each process reads all.
     shares_validation: bool
+    #: Checksum of the labels of the training samples.
+    samples_checksum: str
+    #: Class of each training sample, ``[n]``; None if it is unknown.
+    class_labels: Tensor | None
+    #: Samples per local step, None for all; whether they are drawn with replacement, and whether
+    #: a local epoch leaves out a last smaller batch.
+    batch_size: int | None
+    replacement: bool
+    drop_last: bool
     #: Number of training samples per client, ``[num_clients]``.
     num_samples: Tensor
     #: Name of each client; None if clients have no names.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
-from lightning_fl.options import check_integer, check_number, is_list
+from lightning_fl.options import check_exclusive, check_integer, check_number, is_list
 
 KINDS = ("local", "shared", "all")
 
@@ -52,11 +52,7 @@ class Phase:
     def __post_init__(self) -> None:
         check_integer("num_steps of a phase", self.num_steps, min=1, optional=True)
         check_number("local_epochs of a phase", self.local_epochs, above=0, optional=True)
-        if self.num_steps is not None and self.local_epochs is not None:
-            raise FederationError(
-                f"num_steps={self.num_steps} and local_epochs={self.local_epochs} both set the"
-                " length of a phase: use only one of them"
-            )
+        check_exclusive(num_steps=self.num_steps, local_epochs=self.local_epochs)
         is_patterns = is_list(self.train) and len(self.train) > 0
         is_patterns = is_patterns and all(isinstance(p, str) for p in self.train)
         if not (self.train in KINDS or is_patterns):

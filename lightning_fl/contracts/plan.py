@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
+from lightning_fl.options import check_integer, check_number
 
 
 class Cohort(NamedTuple):
@@ -119,27 +120,16 @@ class RoundPlan:
     def __post_init__(self) -> None:
         if not len(self.clients):
             raise FederationError(f"round {self.round + 1} has no clients: sample at least one")
-        for name, value in {
-            "num_steps": self.num_steps,
-            "lr": self.lr,
-            **self.hyperparameters,
-        }.items():
+        given = {"num_steps": self.num_steps, "lr": self.lr, **self.hyperparameters}
+        for name, value in given.items():
             if value is not None and value.shape != self.clients.shape:
                 raise FederationError(
                     f"{name} has shape {tuple(value.shape)} for {len(self.clients)} clients: a"
                     " policy must return a scalar or one value per client"
                 )
-        if self.num_steps.is_floating_point():
-            raise FederationError(f"num_steps must be an integer tensor, got {self.num_steps}")
-        if (short := self.num_steps < 1).any():
-            raise FederationError(
-                f"num_steps must be at least 1, got {self.num_steps[short][0]} for client"
-                f" {self.clients[short][0]} in round {self.round + 1}"
-            )
-        if self.lr is not None and not (self.lr.isfinite() & (self.lr >= 0)).all():
-            raise FederationError(
-                f"lr must be finite and at least 0, got {self.lr} in round {self.round + 1}"
-            )
+        check_integer(f"num_steps in round {self.round + 1}", self.num_steps.min().item(), min=1)
+        for lr in {*self.lr.tolist()} if self.lr is not None else ():
+            check_number(f"lr in round {self.round + 1}", lr, min=0)
 
     @property
     def cohort(self) -> Tensor:

@@ -82,4 +82,4 @@ class ClientUpdate:
             return None if value is None else value[rows.to(value.device)]
 
         extras = {name: pick(value) for name, value in self.extras.items()}
-        return ClientUpdate(**{n: pick(getattr(self, n)) for n in _FIELDS}, extras=extras)
+        return ClientUpdate(**{n: pick(vars(self)[n]) for n in _FIELDS}, extras=extras)

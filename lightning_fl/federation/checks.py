@@ -273,7 +273,7 @@ def check_network(trainer: Trainer, module: LightningModule, data: FederatedData
                 f" {list(x.shape[1:])}: choose another network or other sizes. Original error:"
                 f" {error}"
             ) from error
-    labels: Tensor | None = getattr(data, "class_labels", None)
+    labels = data.class_labels
     is_own = type(module).federated_losses is not ClientModule.federated_losses
     if is_own or labels is None or labels.is_floating_point() or scores.ndim < 2:
         return

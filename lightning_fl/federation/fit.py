@@ -41,7 +41,7 @@ from lightning_fl.federation.validation import Validation
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set
 from lightning_fl.objectives import ClientModule
-from lightning_fl.options import describe
+from lightning_fl.options import check_integer, describe
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import (
     ClientRunner,
@@ -111,7 +111,7 @@ class PreparedFit:
         self.data = check_fit(trainer, user, is_vectorized)
         #: Digest of the partition. It is computed once, because the digest reads every index.
         self.checksum = self.data.checksum
-        self.samples_checksum: str = getattr(self.data, "samples_checksum", "")
+        self.samples_checksum = self.data.samples_checksum
         self.processes = Processes(trainer)
         self.planner = Planner(
             trainer, self.data, options, progress, vectorized, self.processes, Declared(user)
@@ -126,11 +126,9 @@ class PreparedFit:
         options.sampler.setup(self.federation)
         options.policy.setup(self.federation)
         sampled = self.planner.cohort_size
-        if sampled < options.min_clients and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            raise FederationError(
-                f"min_clients={options.min_clients}, but only {sampled} clients are sampled per"
-                " round: decrease min_clients, or increase clients_per_round or client_fraction"
-            )
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            hint = "increase clients_per_round or client_fraction"
+            check_integer("min_clients", options.min_clients, min=1, max=sampled, hint=hint)
         check_network(trainer, user, self.data)
         with evaluating(user), seeded_rng(0, user.device):  # dropout would change the output
             options.aggregator.prepare(user, self.data.example)
@@ -176,8 +174,7 @@ class PreparedFit:
     def configuration(self) -> str:
         """Return a text that differs between runs with other options, and not between processes."""
         trainer = self.trainer
-        names = ("batch_size", "replacement", "drop_last")
-        loader = [getattr(self.data, name, None) for name in names]
+        loader = [self.data.batch_size, self.data.replacement, self.data.drop_last]
         training = [trainer.precision, trainer.gradient_clip_val, trainer.gradient_clip_algorithm]
         optimizers, rules = describe_optimizers(trainer), [self.identity(), self.described()]
         text = repr([rules, optimizers, training, loader])

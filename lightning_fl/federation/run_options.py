@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.errors import FederationError
-from lightning_fl.options import check_choice, check_integer, check_number, is_list
+from lightning_fl.options import (
+    check_choice,
+    check_exclusive,
+    check_integer,
+    check_number,
+    is_list,
+)
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy
 from lightning_fl.samplers import ClientSampler, UniformSampler
@@ -45,11 +51,7 @@ class RunOptions:
                 hint = f": write {rule.__name__}()" if isinstance(rule, type) else ""
                 raise FederationError(f"{name} must be a {kind.__name__}, got {rule!r}{hint}")
         count, fraction = self.clients_per_round, self.client_fraction
-        if count is not None and fraction is not None:
-            raise FederationError(
-                f"clients_per_round={count!r} and client_fraction={fraction!r} are mutually"
-                " exclusive: set only one of them"
-            )
+        check_exclusive(clients_per_round=count, client_fraction=fraction)
         hint = "to sample a fraction of the clients, set client_fraction"
         check_integer("clients_per_round", count, min=1, optional=True, hint=hint)
         hint = "to sample a number of clients, set clients_per_round"
@@ -85,9 +87,8 @@ class RunOptions:
         """
         if self.clients_per_round is None:
             return max(1, round((self.client_fraction or 1.0) * num_clients))
-        if self.clients_per_round > num_clients:
-            raise FederationError(
-                f"clients_per_round must be at most the number of clients, {num_clients},"
-                f" got {self.clients_per_round}"
-            )
-        return int(self.clients_per_round)
+        hint = f"there are {num_clients} clients"
+        count = check_integer(
+            "clients_per_round", self.clients_per_round, min=1, max=num_clients, hint=hint
+        )
+        return int(count)

@@ -159,24 +159,19 @@ def match_networks(
 ) -> MatchedNetwork:
     r"""Merge independently trained networks of any widths, and infer the merged widths.
 
-    Softmax layer weights are weighted by the number of samples. Client :math:`j` with
-    :math:`n_{jk}` samples of class :math:`k` has the precision
-    :math:`\frac{1}{\sigma^2} \frac{n_{jk}}{\sum_i n_{ik}}`, so the precisions of all clients sum to
-    :math:`1 / \sigma^2`. In other layers each client has the precision :math:`1 / \sigma^2`.
+    In the softmax layer, client :math:`j` with :math:`n_{jk}` samples of class :math:`k` has the
+    precision :math:`\frac{1}{\sigma^2} \frac{n_{jk}}{\sum_i n_{ik}}`; the precisions of all clients
+    sum to :math:`1 / \sigma^2`. In other layers each client has the precision :math:`1 / \sigma^2`.
 
     Args:
         networks: Network of each client, from input to classes.
-        class_counts: Samples per client and class :math:`n`, ``[J, K]``. None gives all clients
-            equal weight.
+        class_counts: Samples per client and class, ``[J, K]``; None weights clients equally.
         options: Options of the matching.
-        orders: Orders of clients in each hidden layer; see
-            :func:`~lightning_fl.functional.neuron_matching.match`. None draws separate orders for
-            each.
-        start: Initial assignments of each hidden layer and client, the lowest layer first; see
-            :func:`~lightning_fl.functional.neuron_matching.match`.
-        generator: See :func:`~lightning_fl.functional.neuron_matching.match`.
-        past: Posterior after the previous steps of a stream, ``NetworkPosterior()`` in the first
-            step. None without a stream.
+        orders: Orders of clients in each hidden layer; None draws separate orders for each. For
+            this and the next two, see :func:`~lightning_fl.functional.neuron_matching.match`.
+        start: Initial assignments of each hidden layer and client, the lowest layer first.
+        generator: Generator of the orders.
+        past: Posterior after the last step of a stream, ``NetworkPosterior()`` before the first.
 
     Raises:
         FederationError: If the networks are incompatible with each other or not finite, a class has
@@ -210,8 +205,8 @@ def match_networks(
         above = atoms[:, 1:end].unflatten(1, (width, *kernel)).movedim(0, 1)
         layers = [(atoms[:, end:], atoms[:, 0]), (above, layers[0][1]), *layers[1:]]
     layers[0] = (layers[0][0].unflatten(1, nets[0][0][0].shape[1:]), layers[0][1])
-    posterior = NetworkPosterior([m.posterior for m in matchings], (top, total))
-    return MatchedNetwork(layers, matchings, posterior)
+    posteriors = [matching.posterior for matching in matchings]
+    return MatchedNetwork(layers, matchings, NetworkPosterior(posteriors, (top, total)))
 
 
 def match_upwards(

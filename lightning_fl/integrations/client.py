@@ -24,11 +24,12 @@ from lightning_fl.federation.checkpoints import load_unsaved
 from lightning_fl.federation.results import Results
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.hooks import quiet
-from lightning_fl.integrations.exchange import Kept, Task, client_side, exchange_id
-from lightning_fl.integrations.messages import Hello, Reply, check_version
+from lightning_fl.integrations.exchange import Kept, client_side, exchange_id
+from lightning_fl.integrations.messages import Hello, Reply, Task, check_version
 from lightning_fl.integrations.server import (
     LOG,
     at_round,
+    check_names,
     counted,
     refuse_schedulers,
     trainer_of,
@@ -40,13 +41,7 @@ from lightning_fl.runners.constants import digest
 from lightning_fl.samplers import ClientSampler
 
 #: Options of a ``FederatedLoop`` that a client needs.
-OF_CLIENT = (
-    "optimizer_state",
-    "buffers",
-    "update_transforms",
-    "local_parameters",
-    "phases",
-)
+OF_CLIENT = ("optimizer_state", "buffers", "update_transforms", "local_parameters", "phases")
 
 
 class RemoteClient:
@@ -87,11 +82,7 @@ class RemoteClient:
                 "a remote client is one client, and VectorizedClients trains several at once: pass"
                 " the module itself"
             )
-        if others := sorted(options.keys() - {*OF_CLIENT}):
-            raise FederationError(
-                f"{others[0]} is not an option of a client, which has {', '.join(OF_CLIENT)}: the"
-                " server plans and aggregates"
-            )
+        check_names(options, OF_CLIENT, "a client", "the server plans and aggregates")
         of_loop = {name: value for name, value in options.items() if name != "phases"}
         policy = Schedule(phases=options.get("phases", ()))
         of_loop |= {} if aggregator is None else {"aggregator": aggregator}

@@ -1,9 +1,14 @@
-"""The server and the clients of a configuration of ``lightning-fl fit``."""
+"""The server, the clients and the app of a configuration of ``lightning-fl fit``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -11,6 +16,7 @@ from torch.utils.data import Dataset
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromClients
+from lightning_fl.errors import FederationError
 from lightning_fl.hooks import overrides
 from lightning_fl.integrations.client import OF_CLIENT, RemoteClient
 from lightning_fl.integrations.server import OF_SERVER, RemoteServer
@@ -18,13 +24,8 @@ from lightning_fl.runners.user_hooks import TRANSFER_HOOKS
 
 #: Options of the Trainer that the local training of a client depends on.
 TRAINING = (
-    "accelerator",
-    "precision",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "accumulate_grad_batches",
-    "deterministic",
-    "detect_anomaly",
+    *("accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm"),
+    *("accumulate_grad_batches", "deterministic", "detect_anomaly"),
 )
 #: Options of the Trainer that change results in ways that a server and its clients do not have.
 UNSUPPORTED = (
@@ -66,7 +67,7 @@ class Configuration:
                 otherwise have them from the same configuration.
         """
         options = self.loop.options
-        chosen = {name: getattr(options, name) for name in OF_SERVER}
+        chosen = {name: vars(options)[name] for name in OF_SERVER}
         rules = options.aggregator, options.policy, options.sampler
         return RemoteServer(
             self.module,
@@ -87,7 +88,8 @@ class Configuration:
                 trains its part.
         """
         options = self.loop.options
-        chosen = {name: getattr(options, name) for name in OF_CLIENT}
+        known = {**vars(options), "phases": options.phases}
+        chosen = {name: known[name] for name in OF_CLIENT}
         if chosen["buffers"] is None:
             del chosen["buffers"]  # the server warns
         if data is None:
@@ -118,3 +120,78 @@ class Site(FromClients):
         """Give the other data module, whose hooks are called, the Trainer."""
         self.like.trainer = self.trainer
         super().setup(stage)
+
+
+# --- an app of a deployment -----------------------------------------------------------------------
+
+#: Files of an app, with names of :func:`write_flower_app` in braces.
+TEMPLATES = Path(__file__).parent / "flower_app"
+
+
+def write_flower_app(found: Configuration, source: Path, output: str | Path) -> list[Path]:
+    """Write a Flower app that runs the federation of a configuration.
+
+    Modules in the current folder that the configuration has imported are copied.
+
+    Args:
+        found: The configuration.
+        source: Its file, which gives the app its name.
+        output: Folder of the app.
+
+    Returns:
+        The files.
+
+    Raises:
+        FederationError: If the folder is not empty, the rule or the policy needs all clients in one
+            process, the parameters are in bfloat16, or the samples are a stream.
+    """
+    folder = Path(output)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FederationError(f"{folder} exists and is not empty: choose another --output")
+    found.server()  # this and the next line refuse what cannot run
+    found.client()
+    if found.trainer["precision"] == "bf16-true":
+        raise FederationError(
+            "the parameters of precision: bf16-true are in bfloat16, which Flower cannot send: set"
+            " precision: bf16-mixed"
+        )
+    own = dict(_own_modules())
+    num_clients = len(found.data.num_samples)
+    about = {
+        "source": source.name,
+        "name": re.sub(r"[^a-z0-9]+", "-", source.stem.lower()).strip("-") or "federation",
+        "rule": type(found.loop.options.aggregator).__name__,
+        "module": type(found.module).__name__,
+        "version": version("lightning_fl"),
+        "num_rounds": found.num_rounds,
+        "num_clients": num_clients,
+        "last": num_clients - 1,
+    }
+    texts = {
+        path.stem: path.read_text(encoding="utf-8").format(**about)
+        for path in sorted(TEMPLATES.glob("*.template"))
+    }
+    texts["config.yaml"] = found.text
+    if taken := sorted(texts.keys() & own.keys()):
+        raise FederationError(f"the configuration uses a file {taken[0]}: rename it")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    for name, path in own.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        copyfile(path, folder / name)
+    return [folder / name for name in [*texts, *own]]
+
+
+def _own_modules() -> Iterator[tuple[str, Path]]:
+    """Return the modules in the current folder that are imported: file in the app, and file."""
+    here = Path.cwd()
+    for name, module in sorted(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "/")
+        if name.partition(".")[0] in ("lightning_fl", "__main__"):
+            continue
+        if path.suffix != ".py" or not path.is_relative_to(here):
+            continue
+        if not {"site-packages", "dist-packages"} & set(path.relative_to(here).parts):
+            end = "/__init__.py" if path.name == "__init__.py" else ".py"
+            yield name.replace(".", "/") + end, path

@@ -1,9 +1,9 @@
-"""What a server sends to a client on another machine, and what the client keeps."""
+"""What a server and its clients have in common, and what a client keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,58 +17,6 @@ from lightning_fl.errors import FederationError
 from lightning_fl.files import check_sums, check_writable, error_context
 from lightning_fl.options import describe
 from lightning_fl.runners import ClientRunner
-
-
-@dataclass(frozen=True)
-class Task:
-    """Hold what the server sends to a client in a round.
-
-    Args:
-        update: Id of the update that the client will send: a random number from 1.
-        last: Id of the client's last update that the server has used; 0 if there is none.
-        round: Index of the round.
-        client: Id of the client.
-        num_clients: Number of clients in the federation.
-        num_rounds: Number of rounds of the run, the client's ``Trainer.max_epochs``.
-        seed: Seed of the run.
-        num_steps: Number of local steps.
-        rule: The server's aggregation rule if it has client-side work, else empty; see
-            :func:`client_side`.
-        exchanged: Digest of what is exchanged; see :func:`exchange_id`.
-        num_trained: Number of exchanged entries that clients train if the rule needs their mask,
-            else -1.
-        frozen: Digest of the frozen parameters that ``model`` leaves out; empty if it has them.
-        version: Version of this package on the server.
-        model: ``state_dict`` of the module from which the client starts.
-        unsaved: Non-persistent buffers of this module.
-        values: Hyperparameters of the client, by name. Without ``lr``, the client uses that of its
-            own optimizer.
-        broadcast: Tensors of ``Aggregator.broadcast``.
-    """
-
-    update: int
-    last: int
-    round: int
-    client: int
-    num_clients: int
-    num_rounds: int
-    seed: int
-    num_steps: int
-    rule: str
-    exchanged: str
-    num_trained: int
-    frozen: str
-    version: str
-    model: Mapping[str, Tensor]
-    unsaved: Mapping[str, Tensor]
-    values: Mapping[str, float]
-    broadcast: Mapping[str, Tensor]
-
-
-#: Mappings from names to tensors of a task.
-TENSORS = ("model", "unsaved", "broadcast")
-#: Numbers and texts of a task.
-FIELDS = tuple(each.name for each in fields(Task) if each.name not in (*TENSORS, "values"))
 
 
 def client_side(rule: Aggregator) -> str:

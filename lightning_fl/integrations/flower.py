@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -20,9 +21,10 @@ from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.federation.checkpoints import unsaved_values
 from lightning_fl.files import error_context, one_line
+from lightning_fl.integrations import messages
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import FIELDS, TENSORS, Kept, Task, file_of
-from lightning_fl.integrations.messages import Members, Reply
+from lightning_fl.integrations.exchange import Kept, file_of
+from lightning_fl.integrations.messages import Members, Reply, Task
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 
@@ -41,6 +43,7 @@ from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.serverapp import Grid  # noqa: E402
 from flwr.serverapp.strategy import Result, Strategy  # noqa: E402
 
+_M = TypeVar("_M", bound=messages.Message)
 #: Seconds between two looks for clients, and between two messages that clients are missing.
 PAUSE, NOTICE = 1.0, 30.0
 #: Flower's log, of which ``flwr run --stream`` shows each line.
@@ -174,7 +177,7 @@ class FederationStrategy(Strategy):
         for answer in grid.pull_messages(list(self._asked)) if self._asked else ():
             node = self._asked.pop(answer.metadata.reply_to_message_id)
             try:
-                members.admit(node, content_of(answer).get("client"))
+                members.admit(node, content_of(answer).get("about"))
             except FederationError as error:
                 members.refuse(node, error)
 
@@ -199,9 +202,7 @@ class FederationStrategy(Strategy):
             rank_zero_warn(f"{why} and are dropped")
         present = [task for task in tasks if task.client in node_of]
         self._training = {node_of[task.client]: task.client for task in present}
-        return [
-            Message(pack_task(task), node_of[task.client], MessageType.TRAIN) for task in present
-        ]
+        return [Message(packed(task), node_of[task.client], MessageType.TRAIN) for task in present]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -219,7 +220,7 @@ class FederationStrategy(Strategy):
             try:
                 if client is None:
                     raise FederationError("it does not train in this round")
-                found[client] = reply_in(message)
+                found[client] = unpacked(Reply, content_of(message))
             except FederationError as error:
                 name = f"node {node}" if client is None else f"client {client}"
                 failure = f"{this}: {name} has failed and is dropped: {error}"
@@ -268,30 +269,21 @@ def refuse_bfloat16(server: RemoteServer) -> None:
 # --- messages -------------------------------------------------------------------------------------
 
 
-def pack_task(task: Task) -> RecordDict:
-    """Return the content of a message with a task."""
-    return RecordDict(
-        {
-            "task": ConfigRecord({name: getattr(task, name) for name in FIELDS}),
-            "values": MetricRecord(dict(task.values)),
-            **{name: ArrayRecord(dict(getattr(task, name))) for name in TENSORS},
-        }
-    )
+def packed(message: messages.Message) -> RecordDict:
+    """Return the content of a message."""
+    about, tensors = message.pack()
+    return RecordDict({"about": ConfigRecord(about), "tensors": ArrayRecord(tensors)})
 
 
-def unpack_task(content: RecordDict) -> Task:
-    """Return the task in the content of a message."""
-    return Task(
-        **dict(content["task"]),
-        values=dict(content["values"]),
-        **{name: content[name].to_torch_state_dict() for name in TENSORS},
-    )
+def unpacked(kind: type[_M], content: RecordDict) -> _M:
+    """Return the message in a content.
 
-
-def pack_reply(reply: Reply) -> RecordDict:
-    """Return the content of a message with a reply."""
-    about, tensors = reply.pack()
-    return RecordDict({"reply": ConfigRecord(about), "tensors": ArrayRecord(tensors)})
+    Raises:
+        FederationError: If it is another one.
+    """
+    with error_context(f"its message is not a {kind.__name__.lower()}", Exception):
+        tensors = content["tensors"].to_torch_state_dict()
+    return kind.unpack(content.get("about"), tensors)
 
 
 def content_of(message: Message) -> RecordDict:
@@ -303,18 +295,6 @@ def content_of(message: Message) -> RecordDict:
     if message.has_error():
         raise FederationError(one_line(message.error.reason, 500))
     return message.content
-
-
-def reply_in(message: Message) -> Reply:
-    """Return the reply in a message.
-
-    Raises:
-        FederationError: If the client has failed, or the message is another one.
-    """
-    content = content_of(message)
-    with error_context("its message is not a reply", Exception):
-        tensors = content["tensors"].to_torch_state_dict()
-    return Reply.unpack(content.get("reply"), tensors)
 
 
 #: Beginning of the names of a client's states in its context, before the id of an update.
@@ -365,15 +345,15 @@ def client_app(
         if folder is not None:
             file_of(client, folder)
         about = ConfigRecord(remote(context).about(client))
-        return Message(RecordDict({"client": about}), reply_to=message)
+        return Message(RecordDict({"about": about}), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
         file = None if folder is None else file_of(client, folder)
-        task = unpack_task(message.content)
+        task = unpacked(Task, message.content)
         reply, kept = remote(context).train(task, read_kept(context.state, file))
         write_kept(kept, context.state, file)
-        return Message(pack_reply(reply), reply_to=message)
+        return Message(packed(reply), reply_to=message)
 
     return app

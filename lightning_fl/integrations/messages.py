@@ -1,4 +1,4 @@
-"""What clients send to a server, and the one place where it is checked.
+"""What a server and its clients send to each other, and the one place where it is checked.
 
 A transport says who has sent a message. Nothing else in it is trusted.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, Self, get_args, get_type_hints
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -19,8 +19,6 @@ from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.files import one_line, short_repr
 
-#: Beginning of the names of ``Reply.extras`` among the tensors of a reply.
-EXTRA = "extras."
 #: Dtypes of extras, with which every rule calculates.
 #:
 #: :meta hide-value:
@@ -51,27 +49,69 @@ def check_version(version: str, other: str, own: str) -> None:
         )
 
 
-def typed(message: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Return the numbers and texts of a message.
+def checked(name: str, value: Any, kind: type) -> Any:
+    """Return an entry of a message.
 
     Raises:
-        FederationError: If one is missing, or has another type; integers have 64 bits.
+        FederationError: If it is missing, or has another type; integers have 64 bits.
 
     Example:
-        >>> typed({"client": 3, "text": "more"}, {"client": int})
-        {'client': 3}
+        >>> checked("client", 3, int)
+        3
     """
-    values = dict(message) if isinstance(message, Mapping) else {}
-    for name, kind in kinds.items():
-        value = values.get(name)
-        is_large = isinstance(value, int) and not -(2**63) <= value < 2**63
-        if type(value) is not kind or is_large:
-            raise FederationError(f"its {name} is not the {kind.__name__} that lightning_fl sends")
-    return {name: values[name] for name in kinds}
+    is_right = isinstance(value, Tensor) if kind is Tensor else type(value) is kind
+    if not is_right or (kind is int and not -(2**63) <= value < 2**63):
+        raise FederationError(f"its {name} is not the {kind.__name__} that lightning_fl sends")
+    return value
+
+
+class Message:
+    """Base of dataclasses of numbers, texts, tensors, and mappings of one of them."""
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the numbers and texts by name, and the tensors.
+
+        An entry of a mapping has a name such as ``values.lr``.
+        """
+        flat: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            is_many = isinstance(value, Mapping)
+            flat |= {f"{name}.{key}": v for key, v in value.items()} if is_many else {name: value}
+        tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in flat.items() if name not in tensors}, tensors
+
+    @classmethod
+    def unpack(cls, about: Any, tensors: Mapping[str, Any]) -> Self:
+        """Return the message of which :meth:`pack` has returned the parts.
+
+        Args:
+            about: Numbers and texts.
+            tensors: Tensors or arrays.
+
+        Raises:
+            FederationError: If it is another message.
+        """
+        flat: dict[Any, Any] = dict(about) if isinstance(about, Mapping) else {}
+        try:
+            flat |= {f"{name}": torch.as_tensor(value) for name, value in tensors.items()}
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            what = cls.__name__.lower()
+            raise FederationError(f"its message is not a {what}: {one_line(error)}") from error
+        values: dict[str, Any] = {}
+        for name, kind in get_type_hints(cls).items():
+            if kinds := get_args(kind):  # of the names and the values of a mapping
+                some = {key: v for key, v in flat.items() if str(key).startswith(f"{name}.")}
+                values[name] = {
+                    key.removeprefix(f"{name}."): checked(name, v, kinds[1])
+                    for key, v in some.items()
+                }
+            else:
+                values[name] = checked(name, flat.get(name), kind)
+        return cls(**values)
 
 
 @dataclass(frozen=True)
-class Hello:
+class Hello(Message):
     """Hold what a client says before the first round.
 
     Args:
@@ -88,7 +128,52 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Reply:
+class Task(Message):
+    """Hold what the server sends to a client in a round.
+
+    Args:
+        update: Id of the update that the client will send: a random number from 1.
+        last: Id of the client's last update that the server has used; 0 if there is none.
+        round: Index of the round.
+        client: Id of the client.
+        num_clients: Number of clients in the federation.
+        num_rounds: Number of rounds of the run, the client's ``Trainer.max_epochs``.
+        seed: Seed of the run.
+        num_steps: Number of local steps.
+        rule: The server's aggregation rule if it has client-side work, else empty.
+        exchanged: Digest of what is exchanged.
+        num_trained: Number of exchanged entries that clients train if the rule needs their mask,
+            else -1.
+        frozen: Digest of the frozen parameters that ``model`` leaves out; empty if it has them.
+        version: Version of this package on the server.
+        model: ``state_dict`` of the module from which the client starts.
+        unsaved: Non-persistent buffers of this module.
+        values: Hyperparameters of the client, by name. Without ``lr``, the client uses that of its
+            own optimizer.
+        broadcast: Tensors of ``Aggregator.broadcast``.
+    """
+
+    update: int
+    last: int
+    round: int
+    client: int
+    num_clients: int
+    num_rounds: int
+    seed: int
+    num_steps: int
+    rule: str
+    exchanged: str
+    num_trained: int
+    frozen: str
+    version: str
+    model: Mapping[str, Tensor]
+    unsaved: Mapping[str, Tensor]
+    values: Mapping[str, float]
+    broadcast: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Reply(Message):
     """Hold what a client sends back.
 
     Args:
@@ -112,28 +197,6 @@ class Reply:
     delta: Tensor
     counters: Tensor
     extras: Mapping[str, Tensor]
-
-    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the numbers and texts of the reply, and its tensors."""
-        about = {name: kind(getattr(self, name)) for name, kind in REPLY.items()}
-        extras = {f"{EXTRA}{name}": value for name, value in self.extras.items()}
-        return about, {"delta": self.delta, "counters": self.counters, **extras}
-
-    @classmethod
-    def unpack(cls, about: Any, tensors: Mapping[str, Any]) -> Reply:
-        """Return the reply of which :meth:`pack` has returned the parts.
-
-        Raises:
-            FederationError: If it is not one.
-        """
-        known = typed(about, REPLY)
-        try:
-            found = {f"{name}": torch.as_tensor(value) for name, value in tensors.items()}
-            delta, counters = found["delta"], found["counters"]
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise FederationError(f"its message is not a reply: {one_line(error)}") from error
-        extras = {n.removeprefix(EXTRA): t for n, t in found.items() if n.startswith(EXTRA)}
-        return cls(**known, delta=delta, counters=counters, extras=extras)
 
     def problem(self, expected: Expected) -> str:
         """Return what is wrong with the reply; empty if a rule may see it.
@@ -162,13 +225,6 @@ class Reply:
                 kind = f"{list(value.shape)} in {value.dtype}"
                 return f"it sent {short_repr(name)} of shape {kind}, not numbers of one client"
         return ""
-
-
-#: Types of the numbers and texts of a first message, and of a reply.
-#:
-#: :meta hide-value:
-HELLO = get_type_hints(Hello)
-REPLY = {name: kind for name, kind in get_type_hints(Reply).items() if kind in (int, float, str)}
 
 
 @dataclass(frozen=True)
@@ -234,7 +290,7 @@ class Members:
             message: Values of :class:`Hello` by name.
         """
         try:
-            said = Hello(**typed(message, HELLO))
+            said = Hello.unpack(message, {})
             check_version(said.version, f"client {said.client}", "the server")
         except FederationError as error:
             self.refuse(sender, error)

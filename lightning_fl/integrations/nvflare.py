@@ -22,8 +22,8 @@ from lightning_fl.aggregators import Aggregator
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import FIELDS, Kept, Task, file_of
-from lightning_fl.integrations.messages import Members, Reply, typed
+from lightning_fl.integrations.exchange import Kept, file_of
+from lightning_fl.integrations.messages import Members, Reply, Task, checked
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 
@@ -106,15 +106,16 @@ class FederationAggregator(ModelAggregator):
         """Keep the reply of a site."""
         site, members = model.meta.get("client_name", "?"), self._members
         message = model.meta.get(KEY)
+        about = message if isinstance(message, Mapping) else {}
         try:
             if not members.is_begun:
-                self._rounds.add(typed(message, {"num_rounds": int})["num_rounds"])
-                members.admit(site, message)
+                self._rounds.add(checked("num_rounds", about.get("num_rounds"), int))
+                members.admit(site, about)
                 return
             if (client := members.clients.get(site)) is None:
                 raise FederationError("it has joined after the first round: raise min_clients")
-            if typed(message, {"update": int})["update"] == self._update:  # not idle, and not late
-                self._replies[client] = Reply.unpack(message, model.params)
+            if checked("update", about.get("update"), int) == self._update:  # not idle, not late
+                self._replies[client] = Reply.unpack(about, model.params)
         except FederationError as error:
             members.refuse(site, error)
 
@@ -126,18 +127,17 @@ class FederationAggregator(ModelAggregator):
         elif not self._is_done():
             metrics = server.finish(self._replies)
         model: Mapping[str, Any] = server.model()
-        broadcast: Mapping[str, Any] = {}
-        unsaved: Mapping[str, Any] = {}
+        others: Mapping[str, Any] = {}
         plan: list[dict[str, Any]] = []
         for task in [] if self._is_done() else server.tasks():
-            fields = {name: getattr(task, name) for name in FIELDS}
-            plan.append({**fields, "values": dict(task.values)})
-            model, unsaved, broadcast = task.model, task.unsaved, task.broadcast
-            self._update = task.update
+            about, tensors = task.pack()
+            plan.append(about)
+            model, self._update = task.model, task.update
+            others = {n: value for n, value in tensors.items() if not n.startswith("model.")}
         if self._sends_arrays:  # sites cannot read tensors
-            model, unsaved, broadcast = map(arrays, (model, unsaved, broadcast))
+            model, others = arrays(model), arrays(others)
         known = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        meta = {KEY: {"plan": plan, "unsaved": dict(unsaved), "broadcast": dict(broadcast)}}
+        meta = {KEY: {"plan": plan, "tensors": dict(others)}}
         return FLModel(params=dict(model), metrics=known, meta=meta)
 
     # --- the federation ---------------------------------------------------------------------------
@@ -151,9 +151,10 @@ class FederationAggregator(ModelAggregator):
             )
         initial = self.fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)[ModelLearnableKey.WEIGHTS]
         self._sends_arrays = not any(isinstance(value, Tensor) for value in initial.values())
+        weights = {name: torch.as_tensor(value) for name, value in initial.items()}
         (rounds,), server = self._rounds, self._server
         self._num_rounds = rounds - 1  # without this one
-        server.begin(*members.work(), self._num_rounds, tensors(initial), self.checkpoint)
+        server.begin(*members.work(), self._num_rounds, weights, self.checkpoint)
         if server.round:
             rank_zero_info(f"resuming after round {server.round} from {self.checkpoint}")
 
@@ -163,11 +164,6 @@ class FederationAggregator(ModelAggregator):
 
 
 # --- messages -------------------------------------------------------------------------------------
-
-
-def tensors(found: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return tensors or arrays as tensors."""
-    return {name: torch.as_tensor(value) for name, value in found.items()}
 
 
 def arrays(found: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -209,12 +205,8 @@ def run_client(
         if not plan:
             flare.send(FLModel(params=nothing, meta={KEY: {"update": 0}}))
             continue
-        task = Task(
-            **plan[0],
-            model=tensors(received.params),
-            unsaved=tensors(asked["unsaved"]),
-            broadcast=tensors(asked["broadcast"]),
-        )
+        model = {f"model.{name}": value for name, value in received.params.items()}
+        task = Task.unpack(plan[0], model | asked["tensors"])
         kept = kept if file is None else Kept.read(file)
         reply, kept = remote.train(task, kept)
         if file is not None:

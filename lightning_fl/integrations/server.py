@@ -25,8 +25,8 @@ from lightning_fl.federation.results import weights_and_losses
 from lightning_fl.federation.round import Round
 from lightning_fl.files import check_writable, error_context, one_line
 from lightning_fl.hooks import quiet
-from lightning_fl.integrations.exchange import Task, client_side, exchange_id
-from lightning_fl.integrations.messages import Expected, Reply
+from lightning_fl.integrations.exchange import client_side, exchange_id
+from lightning_fl.integrations.messages import Expected, Reply, Task
 from lightning_fl.integrations.runner import Elsewhere, Exchange, RemoteRunner
 from lightning_fl.options import check_flag
 from lightning_fl.policies import HyperparameterPolicy
@@ -38,13 +38,7 @@ LOG = "lightning.pytorch"
 #: Options of the clients' Trainer that the server's module depends on.
 OF_MODULE = {"precision", "plugins", "gradient_clip_val", "gradient_clip_algorithm"}
 #: Options of a ``FederatedLoop`` that a server has.
-OF_SERVER = (
-    "clients_per_round",
-    "client_fraction",
-    "min_clients",
-    "buffers",
-    "local_parameters",
-)
+OF_SERVER = ("clients_per_round", "client_fraction", "min_clients", "buffers", "local_parameters")
 
 
 class RemoteServer(FederatedLoop):
@@ -86,11 +80,7 @@ class RemoteServer(FederatedLoop):
         trainer: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        if others := sorted(options.keys() - {*OF_SERVER}):
-            raise FederationError(
-                f"{others[0]} is not an option of a server, which has {', '.join(OF_SERVER)}: pass"
-                " what concerns local training to the clients"
-            )
+        check_names(options, OF_SERVER, "a server", "pass what concerns local training to clients")
         super().__init__(aggregator, policy, sampler, seed=seed, check=False, **options)
         self.table_name = None
         self.module, self.trainer_options = module, dict(trainer or {})
@@ -313,6 +303,13 @@ class RemoteServer(FederatedLoop):
             round.results.dropped[client] = "dropped_out"
 
 
+def check_names(options: Mapping[str, Any], known: Sequence[str], who: str, remedy: str) -> None:
+    """Check that all options are known."""
+    if others := sorted(options.keys() - {*known}):
+        what = f"{others[0]} is not an option of {who}, which has {', '.join(known)}"
+        raise FederationError(f"{what}: {remedy}")
+
+
 def steps_of(plan: RoundPlan) -> list[Step]:
     """Return the steps of a plan, one for each client that takes part."""
     return [] if plan.is_empty else plan.schedule
@@ -331,18 +328,14 @@ def trainer_of(options: Mapping[str, Any], callback: Callback, num_rounds: int |
         callback: Its callback.
         num_rounds: Number of rounds of the run; None if it is not known.
     """
-    usual = {
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "limit_val_batches": 0,
-        "num_sanity_val_steps": 0,
-    }
+    usual: dict[str, Any] = {"devices": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    shown = ("checkpointing", "progress_bar", "model_summary")
+    usual |= {"logger": False, **dict.fromkeys((f"enable_{name}" for name in shown), False)}
     max_epochs = -1 if num_rounds is None else max(num_rounds, 1)
     with quiet(LOG):
-        return Trainer(**{**usual, **options}, max_epochs=max_epochs, callbacks=[callback])
+        return Trainer(
+            **{"devices": 1, **usual, **options}, max_epochs=max_epochs, callbacks=[callback]
+        )
 
 
 def at_round(trainer: Trainer, round: int) -> None:

@@ -61,12 +61,8 @@ class Partition(ABC):
                 "labels must be a tensor with one number per sample, [N], got shape "
                 f"{tuple(labels.shape)}: pass argmax(1) of one-hot labels"
             )
-        check_integer("num_clients", num_clients, min=1)
-        if num_clients > len(labels):
-            raise FederationError(
-                f"{num_clients} clients cannot share {len(labels)} samples, because each client "
-                f"needs at least one: set num_clients to at most {len(labels)} or use more data"
-            )
+        hint = "each client needs a sample"
+        check_integer("num_clients", num_clients, min=1, max=len(labels), hint=hint)
         parts = [part.sort().values for part in self.split(labels.cpu(), num_clients, generator)]
         fault: str | None = f"it returns {len(parts)} clients"
         if len(parts) == num_clients:
@@ -99,7 +95,7 @@ class Partition(ABC):
 
     def parameters(self) -> dict[str, Any]:
         """Return the arguments of the constructor by name."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        return {name: vars(self)[name] for name in inspect.signature(type(self)).parameters}
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.parameters().items())

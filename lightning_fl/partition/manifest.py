@@ -86,9 +86,9 @@ class Manifest:
         """Write the file atomically, one line per client."""
         fields = [f'"format": {json.dumps(FORMAT)}']
         for name in ("rule", "parameters", "seed", "num_samples", "checksum"):
-            fields.append(f'"{name}": {json.dumps(getattr(self, name))}')
+            fields.append(f'"{name}": {json.dumps(vars(self)[name])}')
         for name in ("class_counts", "clients", "local_tests"):
-            if rows := ",\n    ".join(json.dumps(row) for row in getattr(self, name)):
+            if rows := ",\n    ".join(json.dumps(row) for row in vars(self)[name]):
                 fields.append(f'"{name}": [\n    {rows}\n  ]')
         write_atomically(path, "{\n  " + ",\n  ".join(fields) + "\n}\n")
 

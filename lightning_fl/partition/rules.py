@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -85,18 +83,8 @@ class ByLabel(Partition):
         """See `Partition.split`."""
         order, sizes = _by_class(labels, generator)
         n, num_classes = self.classes_per_client, len(sizes)
-        if n > num_classes:
-            raise FederationError(
-                f"classes_per_client is {n}, but the labels have {num_classes} classes: "
-                f"set classes_per_client to at most {num_classes}"
-            )
-        if num_clients * n < num_classes:
-            raise FederationError(
-                f"{num_clients} clients with classes_per_client={n} leave "
-                f"{num_classes - num_clients * n} of {num_classes} classes without a client: set "
-                f"classes_per_client to at least {math.ceil(num_classes / num_clients)} or "
-                f"num_clients to at least {math.ceil(num_classes / n)}"
-            )
+        least, hint = -(-num_classes // num_clients), f"each of {num_classes} classes has a client"
+        check_integer("classes_per_client", n, min=least, max=num_classes, hint=hint)
         # Slot s belongs to client s // n and holds class s % C, so class c has slots c, c + C, ...
         klass = torch.arange(num_classes)
         owners = (num_clients * n - 1 - klass) // num_classes + 1
@@ -131,12 +119,11 @@ class Shards(Partition):
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""
         num_shards = num_clients * self.shards_per_client
-        if num_shards > len(labels):
-            raise FederationError(
-                f"{num_clients} clients with shards_per_client={self.shards_per_client} need "
-                f"at least {num_shards} samples, got {len(labels)}: set shards_per_client to at "
-                f"most {len(labels) // num_clients} or use fewer clients"
-            )
+        most, hint = (
+            len(labels) // num_clients,
+            f"{num_clients} clients share {len(labels)} samples",
+        )
+        check_integer("shards_per_client", self.shards_per_client, min=1, max=most, hint=hint)
         order, _ = _by_class(labels, generator)
         shards = order.tensor_split(num_shards)
         deal = torch.randperm(num_shards, generator=generator).view(num_clients, -1)
@@ -174,12 +161,8 @@ class Dirichlet(Partition):
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""
         least, n = self.min_size, len(labels)
-        if num_clients * least > n:
-            raise FederationError(
-                f"{num_clients} clients with min_size={least} need {num_clients * least} samples,"
-                f" but the data has {n}: set min_size to at most {n // num_clients} or num_clients"
-                f" to at most {n // least}"
-            )
+        hint = f"{num_clients} clients share {n} samples"
+        check_integer("min_size", least, min=1, max=n // num_clients, hint=hint)
         order, sizes = _by_class(labels, generator)
         # torch cannot draw gamma variates from a generator.
         rng = np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
@@ -251,11 +234,8 @@ class Natural(Partition):
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`. `labels` are the keys."""
         keys, codes, sizes = classes_of(labels)
-        if num_clients > len(keys):
-            raise FederationError(
-                f"{num_clients} clients need at least {num_clients} keys, but the data has "
-                f"{len(keys)}: set num_clients to at most {len(keys)} (one client per key)"
-            )
+        hint = "each client needs a key"
+        check_integer("num_clients", num_clients, min=1, max=len(keys), hint=hint)
         owner = torch.arange(len(keys))
         if num_clients < len(keys):
             samples = np.zeros(num_clients, dtype=np.int64)

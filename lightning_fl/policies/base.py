@@ -16,7 +16,7 @@ from lightning_fl.contracts.plan import full
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.functional.tables import with_rows_of
-from lightning_fl.options import check_integer, check_number
+from lightning_fl.options import check_exclusive, check_integer, check_number
 from lightning_fl.runners import Declared
 
 if TYPE_CHECKING:
@@ -320,17 +320,13 @@ def check_values(option: str, values: Mapping[str, Sequence[float]]) -> None:
             or ``local_epochs`` is not positive, ``num_steps`` has a fraction, or ``num_steps`` and
             ``local_epochs`` are both given.
     """
-    if {"num_steps", "local_epochs"} <= values.keys():
-        raise FederationError(
-            f"{option}: num_steps and local_epochs both set the amount of local work: use only one"
-            " of them"
-        )
+    check_exclusive(num_steps=values.get("num_steps"), local_epochs=values.get("local_epochs"))
     for name, given in values.items():
         for value in given:
             above = 0 if name in POSITIVE else None
             check_number(f"{name} in {option}", value, above=above)
             if name == "num_steps" and value % 1:  # a config turns 5 into 5.0
-                raise FederationError(f"num_steps in {option} must be integers, got {value}")
+                check_integer(f"num_steps in {option}", value, min=1)
 
 
 def check_declared(

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.errors import FederationError
-from lightning_fl.options import check_integer, check_number
+from lightning_fl.options import check_exclusive, check_integer, check_number
 from lightning_fl.policies.base import POSITIVE, HyperparameterPolicy, check_declared
 
 
@@ -53,11 +53,7 @@ class Schedule(HyperparameterPolicy):
         phases: Sequence[Phase] = (),
     ) -> None:
         super().__init__(phases=phases)
-        if num_steps is not None and local_epochs is not None:
-            raise FederationError(
-                f"num_steps={num_steps} and local_epochs={local_epochs} both set the amount of"
-                " local work: use only one of them"
-            )
+        check_exclusive(num_steps=num_steps, local_epochs=local_epochs)
         self.num_steps = check_integer("num_steps", num_steps, min=1, optional=True)
         self.lr = check_number("lr", lr, above=0, optional=True)
         self.decay = check_number("decay", decay, above=0)

@@ -13,10 +13,16 @@ import torch
 from lightning_fl.callbacks.client_table import summary
 from lightning_fl.partition import label_drift
 from lightning_fl.report.figures import COLORS, Grid, Line, Lines, Panel, needs_log
-from lightning_fl.report.lead import client_label
 from lightning_fl.report.page import Curve, Picture, Section, Table
 from lightning_fl.report.run import Outcomes, Row, Run
-from lightning_fl.report.scores import OUTCOMES, client_metric, client_scores, drops, finite
+from lightning_fl.report.summary import (
+    OUTCOMES,
+    client_label,
+    client_metric,
+    client_scores,
+    drops,
+    finite,
+)
 from lightning_fl.report.words import counted, listed, number, span
 
 #: Values by client, by name of the column of the table of clients.

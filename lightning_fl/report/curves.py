@@ -9,7 +9,7 @@ from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, MOST_POINTS, Line, Lines, mean_line
 from lightning_fl.report.groups import Group, common_time
 from lightning_fl.report.page import Picture, Section
-from lightning_fl.report.scores import STEPS, TIME, TOTAL, UP
+from lightning_fl.report.summary import STEPS, TIME, TOTAL, UP
 from lightning_fl.report.words import listed, number
 
 #: Columns of the table of rounds that other sections of the page show.
@@ -23,9 +23,9 @@ BANDS = " Bands: 95 % confidence intervals of the mean (Student's t)."
 THINNED = " Not every point is drawn, but the lowest and the highest of each stretch."
 
 
-def _line(group: Group, name: str, label: str, against: str | None = None) -> Line | None:
+def _line(group: Group, name: str, label: str, across: str = "round") -> Line | None:
     """Return a column as a line over rounds or over another column; None without values."""
-    points = group.values(name) if against is None else group.values_over(name, against)
+    points = group.values(name, across)
     return mean_line(label, points) if points else None
 
 

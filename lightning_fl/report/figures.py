@@ -1,4 +1,4 @@
-"""Figures of a report, drawn by matplotlib as SVG for the page and as PNG for files."""
+"""Figures of a report, drawn by matplotlib as SVG."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import io
 import math
 import re
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import matplotlib as mpl
 import numpy as np
 from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from lightning_fl.functional.intervals import t_interval
@@ -44,8 +41,6 @@ STYLE: dict[Any, Any] = {  # matplotlib's type lists every name
     "font.family": "DejaVu Sans",  # other fonts would give other bytes on other machines
     "font.size": 11,
     "grid.color": GRID,
-    "legend.fontsize": "small",
-    "legend.frameon": False,
     "lines.linewidth": 1.6,
     "svg.fonttype": "none",
     "text.color": INK,
@@ -144,38 +139,9 @@ def needs_log(label: str, values: Sequence[float]) -> bool:
     return max(values) > min(50 * median(values), decades)
 
 
-class Panel(ABC):
-    """Panel of a figure: axes with labels, and the values that the page shows under the pointer."""
-
-    xlabel: str
-    ylabel: str
-    #: Labels with fixed colors in all panels; with them, a figure has one legend.
-    order: Sequence[str] = ()
-
-    def draw_on(self, axes: Axes) -> None:
-        """Draw the values and the labels of the axes."""
-        self.draw(axes)
-        axes.set(xlabel=plain(self.xlabel), ylabel=plain(self.ylabel))
-
-    @abstractmethod
-    def draw(self, axes: Axes) -> None:
-        """Draw the values."""
-
-    @abstractmethod
-    def values(self) -> dict[str, Any]:
-        """Return the drawn values for the script of the page."""
-
-    #: Whether colors are those of a raster image, the same on light and on dark ground.
-    is_raster = False
-
-    @abstractmethod
-    def legend(self) -> list[tuple[str, int]]:
-        """Return labels with the places of their colors; empty if there is nothing to tell."""
-
-
 @dataclass(frozen=True)
-class Lines(Panel):
-    """Panel of lines.
+class Lines:
+    """Panel of a figure with lines.
 
     Args:
         ylabel: Label of the vertical axis.
@@ -192,6 +158,8 @@ class Lines(Panel):
     order: Sequence[str] = ()
     shade: tuple[float, float] | None = None
     joined: bool = True
+    #: Whether colors are those of a raster image, the same on light and on dark ground.
+    is_raster: ClassVar[bool] = False
 
     def _drawn(self) -> list[tuple[int, Line]]:
         """Return lines with the places of their colors."""
@@ -206,16 +174,15 @@ class Lines(Panel):
         if is_log := needs_log(self.ylabel, drawn):
             axes.set_yscale("log")
         for at, line in self._drawn():
-            style = _line_style(at)
-            color = style["color"]
+            color, dash = COLORS[at % len(COLORS)], DASHES[at // len(COLORS) % len(DASHES)]
             for seed in line.seeds:
                 axes.plot(line.x, seed, color=color, linewidth=0.8, alpha=0.45)
             if line.band:
                 y, half = np.array(line.y, float), np.array(line.band, float)
                 axes.fill_between(line.x, y - half, y + half, color=color, alpha=0.18, linewidth=0)
             marker = "." if len(line.x) < 40 or not self.joined else ""
-            style |= {} if self.joined else {"linestyle": ""}
-            axes.plot(line.x, line.y, marker=marker, **style)
+            dash = dash if self.joined else ""
+            axes.plot(line.x, line.y, marker=marker, color=color, linestyle=dash)
         if drawn and all(0 <= y <= 1 for y in drawn) and not is_log:
             low, high = axes.get_ylim()
             axes.set_ylim(max(low, -0.02), min(high, 1.02))
@@ -227,7 +194,7 @@ class Lines(Panel):
             axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
     def values(self) -> dict[str, Any]:
-        """Return label, color, positions, values and bands of the lines."""
+        """Return what the script of the page shows under the pointer."""
         lines = [
             {"n": line.label, "c": at % len(COLORS), "x": _json(line.x), "y": _json(line.y)}
             | ({"b": _json(line.band)} if line.band else {})
@@ -244,8 +211,8 @@ class Lines(Panel):
 
 
 @dataclass(frozen=True)
-class Grid(Panel):
-    """Panel of colored cells.
+class Grid:
+    """Panel of a figure with colored cells.
 
     Args:
         ylabel: Label of the vertical axis.
@@ -274,7 +241,7 @@ class Grid(Panel):
     widths: tuple[float, float] = (1, 1)
     ticks: Sequence[str] = ()
     order: Sequence[str] = ()
-    is_raster = True
+    is_raster: ClassVar[bool] = True
 
     def draw(self, axes: Axes) -> None:
         """Draw the cells."""
@@ -303,6 +270,10 @@ class Grid(Panel):
         return list(self.kinds)
 
 
+#: Panel of a figure: axes with labels, and the values that the page shows under the pointer.
+Panel: TypeAlias = Lines | Grid
+
+
 def plain(text: str) -> str:
     r"""Shorten a text, without characters that XML forbids or that matplotlib reads as formulas.
 
@@ -327,51 +298,6 @@ def _short(value: float) -> float | int:
     return round(value) if is_whole and abs(value) < 1e15 else float(f"{value:.6g}")
 
 
-@contextmanager
-def _style(salt: str = "") -> Iterator[None]:
-    """Draw in the style of the report, with ids of SVG elements that depend on the salt."""
-    with mpl.rc_context(STYLE | {"svg.hashsalt": salt}), warnings.catch_warnings():
-        # Names may have characters that the font lacks.
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        yield
-
-
-def png(panels: Sequence[Panel]) -> bytes:
-    """Return a figure of panels as a PNG file; the same panels give the same bytes."""
-    columns = min(len(panels), 3) if len(panels) != 4 else 2
-    rows = -(-len(panels) // columns)
-    file = io.BytesIO()
-    with _style():
-        figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows))
-        every = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for unused in every[len(panels) :]:
-            unused.remove()
-        common: dict[tuple[str, int], None] = {}
-        for axes, panel in zip(every, panels, strict=False):
-            panel.draw_on(axes)
-            if panel.order:
-                common |= dict.fromkeys(panel.legend())
-            elif panel.legend():  # above the axes, which bars and cells may fill
-                above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3}
-                axes.legend(handles=_handles(panel.legend()), **above)
-        if common:
-            ncols = max(1, 100 // (1 + max(len(label) for label, _ in common)))
-            figure.legend(handles=_handles([*common]), loc="outside upper left", ncols=ncols)
-        figure.savefig(file, dpi=110, metadata={"Software": None})
-    return file.getvalue()
-
-
-def _handles(legend: Sequence[tuple[str, int]]) -> list[Line2D]:
-    """Return the entries of a legend."""
-    return [Line2D([], [], label=plain(label), **_line_style(at)) for label, at in legend]
-
-
-def _line_style(at: int) -> dict[str, Any]:
-    """Return the color and the dashes of a place."""
-    dash = DASHES[at // len(COLORS) % len(DASHES)]
-    return {"color": COLORS[at % len(COLORS)], "linestyle": dash}
-
-
 def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:
     """Return a panel as an SVG element, and what the script needs to show values under a pointer.
 
@@ -387,10 +313,14 @@ def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:
         (True, [0.5, 0.25])
     """
     file = io.BytesIO()
-    with _style(f"panel {name}"):
+    salt = {"svg.hashsalt": f"panel {name}"}  # ids of elements depend on it
+    with mpl.rc_context(STYLE | salt), warnings.catch_warnings():
+        # Names may have characters that the font lacks.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure = Figure(figsize=PANEL)
         axes = figure.subplots()
-        panel.draw_on(axes)
+        panel.draw(axes)
+        axes.set(xlabel=plain(panel.xlabel), ylabel=plain(panel.ylabel))
         figure.draw_without_rendering()  # places the axes
         figure.set_layout_engine("none")
         left, bottom, right, top = map(float, axes.get_position().extents)

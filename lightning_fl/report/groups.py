@@ -37,13 +37,7 @@ class Group:
     name: str
     runs: list[Run]
 
-    def values(self, name: str) -> list[tuple[float, list[float]]]:
-        """Return rounds of all runs, and the value of a column in each run."""
-        columns = [dict(run.column(name)) for run in self.runs]
-        rounds = [r for r in columns[0] if all(r in column for column in columns)]
-        return [(r, [column[r] for column in columns]) for r in rounds]
-
-    def values_over(self, name: str, across: str) -> list[tuple[float, list[float]]]:
+    def values(self, name: str, across: str = "round") -> list[tuple[float, list[float]]]:
         """Return the value of one column, and that of another at it in each run.
 
         Runs reach the same traffic or virtual time in different rounds. The points are those of the
@@ -53,7 +47,7 @@ class Group:
             name: The column.
             across: A column that increases over rounds.
         """
-        curves = [_curve(run, name, across) for run in self.runs]
+        curves = [curve(run, name, across) for run in self.runs]
         if not all(curves):
             return []
         first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
@@ -64,7 +58,7 @@ class Group:
         ]
 
 
-def _curve(run: Run, name: str, across: str) -> list[tuple[float, float]]:
+def curve(run: Run, name: str, across: str) -> list[tuple[float, float]]:
     """Return a column of a run over another column, without points that have no place on it."""
     places = dict(run.column(across))
     points = [(places[r], value) for r, value in run.column(name) if r in places]
@@ -86,11 +80,6 @@ def common_time(runs: Sequence[Run]) -> float | None:
     """Return the virtual time that all runs have reached; None if a run has none."""
     ends = [times[-1][1] if (times := run.column("virtual_time")) else math.nan for run in runs]
     return min(ends) if all(map(math.isfinite, ends)) else None
-
-
-def at_time(run: Run, name: str, time: float) -> float:
-    """Return the last value of a column within a virtual time; NaN if there is none."""
-    return value_at(_curve(run, name, "virtual_time"), time)
 
 
 def group(runs: Sequence[Run]) -> list[Group]:

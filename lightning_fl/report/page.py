@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from lightning_fl.report.figures import Panel, png
+from lightning_fl.report.figures import Panel
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,7 @@ class Picture:
     """Picture of a section: panels that the report draws, or a PNG file of the run.
 
     Args:
-        name: Name of the file, without the suffix.
+        name: Name of the picture on the page.
         caption: Text below the picture.
         panels: The panels.
         file: Content of the PNG file of the run, if there are no panels.
@@ -24,11 +23,6 @@ class Picture:
     caption: str
     panels: Sequence[Panel] = ()
     file: bytes = b""
-
-    @cached_property
-    def content(self) -> bytes:
-        """Content of the PNG file next to the page."""
-        return png(self.panels) if self.panels else self.file
 
     @property
     def legend(self) -> list[tuple[str, int]]:

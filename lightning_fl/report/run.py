@@ -33,31 +33,15 @@ LARGEST = 1e30
 #: Format and version of test.json.
 TEST_FORMAT = "lightning_fl test 1"
 #: Options that do not affect results: paths, display options, options of reading and writing.
-PLACES = {
-    "ckpt_path",
-    "threads",
-    "verbose",
-    "weights_only",
-    "data.root",
-    "data.download",
-    "trainer.default_root_dir",
-    "trainer.enable_progress_bar",
-    "trainer.enable_model_summary",
-    "trainer.log_every_n_steps",
-    "checkpoint.dirpath",
-    "checkpoint.filename",
-    "checkpoint.every_n_rounds",
-}
+PLACES = {"ckpt_path", "threads", "verbose", "weights_only", "data.root", "data.download"}
+PLACES |= {"trainer.default_root_dir", "trainer.enable_progress_bar", "trainer.log_every_n_steps"}
+PLACES |= {"trainer.enable_model_summary", "checkpoint.dirpath", "checkpoint.filename"}
+PLACES |= {"checkpoint.every_n_rounds"}
 #: Options of a fit that do not affect the metrics of a test, and those that a resumed fit may
 #: change without notice.
 IGNORED_BY_TEST = (
-    "vectorize",
-    "trainer.accelerator",
-    "trainer.callbacks",
-    "trainer.devices",
-    "trainer.logger",
-    "trainer.max_epochs",
-    "trainer.strategy",
+    *("vectorize", "trainer.accelerator", "trainer.callbacks", "trainer.devices"),
+    *("trainer.logger", "trainer.max_epochs", "trainer.strategy"),
 )
 IGNORED_BY_RESUME = ("trainer.logger", "trainer.max_epochs")
 

@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from lightning_fl.errors import FederationError
 from lightning_fl.files import csv_text
 from lightning_fl.functional.intervals import t_interval
 from lightning_fl.report.curves import cost, hyper_parameters, picture, progress
 from lightning_fl.report.figures import MOST_LINES, Line, mean_line
-from lightning_fl.report.groups import Group, alike, differences, identity, top_level
-from lightning_fl.report.lead import alarms, setting, warnings
-from lightning_fl.report.measures import Comparison
+from lightning_fl.report.groups import (
+    Group,
+    alike,
+    common_time,
+    curve,
+    differences,
+    identity,
+    top_level,
+    value_at,
+)
+from lightning_fl.report.one_run import settings
 from lightning_fl.report.page import Report, Section, Table, Verbatim
-from lightning_fl.report.paper import latex
 from lightning_fl.report.run import Run
-from lightning_fl.report.scores import client_metric, client_scores
-from lightning_fl.report.settings import settings
-from lightning_fl.report.words import SEPARATOR, counted, listed, number, plus_minus, span
+from lightning_fl.report.summary import (
+    alarms,
+    client_metric,
+    client_scores,
+    direction,
+    final_and_best,
+    headline,
+    setting,
+    total,
+    warnings,
+    with_derived,
+    worst_decile,
+)
+from lightning_fl.report.words import (
+    NBSP,
+    SEPARATOR,
+    counted,
+    listed,
+    number,
+    plus_minus,
+    seconds,
+    span,
+)
 
 #: What the intervals of the page are.
 INTERVAL = "95 % confidence interval of the mean by Student's t distribution"
@@ -183,10 +213,200 @@ def _each_run(compared: Comparison) -> Section:
         for run in group.runs:
             done = f"{run.rounds} of {run.planned}" if run.planned else f"{run.rounds}"
             done += "" if run.is_finished else " (unfinished)"
-            start, values = [run.name, group.name, _seed(run), done], compared.of_run(run)
+            start, values = [run.name, group.name, _seed(run), done], compared.of[id(run)]
             rows.append([*start, *(number(values.get(name)) for name in names)])
             digits.append([*start, *(values.get(name, "") for name in names)])
     head = ["run", "group", "seed", "rounds", *names]
     table = Table(head, rows, "All runs", folded=len(rows) > 12, sortable=True)
     text = Verbatim("All runs: CSV with all digits", csv_text(head, digits))
     return Section("Runs", (), (), [table], [text])
+
+
+# --- measures ------------------------------------------------------------------------------------
+
+
+def measures(run: Run, time: float | None = None) -> dict[str, float]:
+    """Return what runs are compared by.
+
+    Args:
+        run: The run.
+        time: Virtual time at which runs are compared; None if a run has no virtual time.
+    """
+    values: dict[str, float] = {}
+    if judged := final_and_best(run):
+        values |= {f"final {run.metric}": judged[0], f"best {run.metric}": judged[1]}
+    optional = dict(list(run.test.get("metrics", {}).items())[:6])
+    if time is not None:
+        by_then = f"{run.metric} after {seconds(time)} of virtual time"
+        optional = {
+            by_then: value_at(curve(run, run.metric or "", "virtual_time"), time)
+        } | optional
+    optional[f"worst tenth of clients, {client_scores(run)[0]}"] = worst_decile(run)
+    values |= {name: value for name, value in optional.items() if math.isfinite(value)}
+    values["updates dropped"] = total(run, "dropped")
+    values["upload and download (MB)"] = (total(run, "bytes_up") + total(run, "bytes_down")) / 1e6
+    for column, unit in (("virtual_time", " (s)"), ("epsilon", ""), ("backdoor_acc", "")):
+        if points := run.column(column):
+            values[column.replace("virtual_", "virtual ") + unit] = points[-1][1]
+    return values
+
+
+class Comparison:
+    """Measures of groups of runs, by seed.
+
+    Args:
+        groups: Groups of runs.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        metric, mode = headline([run for each in groups for run in each.runs])
+        #: The groups, of runs with the metric and the derived columns.
+        self.groups = [
+            replace(each, runs=[with_derived(run, metric, mode) for run in each.runs])
+            for each in groups
+        ]
+        self.runs = runs = [run for group in self.groups for run in group.runs]
+        time = common_time(runs)
+        every = [measures(run, time) for run in runs]
+        #: Names of the measures.
+        self.names = list(dict.fromkeys(name for each in every for name in each))
+        #: Measures, and last values of the columns of the tables of rounds, by the id of the run.
+        self.of = {
+            id(run): {name: run.column(name)[-1][1] for name in run.columns} | each
+            for run, each in zip(runs, every, strict=True)
+        }
+        #: The groups without the runs that have an alarm.
+        self.sound = [
+            replace(each, runs=[run for run in each.runs if not any(alarms(run))])
+            for each in self.groups
+        ]
+        self.known = list(dict.fromkeys([*self.names, *(n for run in runs for n in run.columns)]))
+        self._modes = dict.fromkeys((metric, f"final {metric}", f"best {metric}"), mode)
+
+    def mode(self, name: str) -> str | None:
+        """Return whether the best value of a measure is the highest or the lowest, if known."""
+        return self._modes.get(name) or direction(name)
+
+    def values(self, group: Group, name: str) -> list[float]:
+        """Return a measure, or the last value of a column, of the runs of a group that have it."""
+        return [each[name] for run in group.runs if name in (each := self.of[id(run)])]
+
+    def differences(self, base: Group, other: Group, name: str) -> dict[int, float]:
+        """Return the differences of a measure from another group, by common seed."""
+        theirs, ours = self._by_seed(base, name), self._by_seed(other, name)
+        return {seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
+
+    def _by_seed(self, group: Group, name: str) -> dict[int, float]:
+        """Return the finite values by seed, without seeds that several runs have."""
+        counts = Counter(run.seed for run in group.runs)
+        found = {run.seed: self.of[id(run)].get(name, math.nan) for run in group.runs}
+        return {
+            seed: value
+            for seed, value in found.items()
+            if seed is not None and counts[seed] == 1 and math.isfinite(value)
+        }
+
+    def best(self, name: str) -> tuple[int, list[str]] | None:
+        """Return the place of the best group, and those that the seeds do not separate from it.
+
+        Runs with an alarm are left out. The seeds separate two groups if the 95 % interval of
+        their paired differences does not contain 0. None if fewer than two groups have a mean, or
+        it is not known whether more or less is better.
+        """
+        if self.mode(name) is None:
+            return None
+        means = {at: t_interval(self.values(g, name))[0] for at, g in enumerate(self.sound)}
+        means = {at: mean for at, mean in means.items() if math.isfinite(mean)}
+        if len(means) < 2:
+            return None
+        best = (max if self.mode(name) == "max" else min)(means, key=means.__getitem__)
+        close = []
+        for at in means.keys() - {best}:
+            differences = self.differences(self.sound[best], self.sound[at], name)
+            mean, half = t_interval(list(differences.values()))
+            if not abs(mean) > half:  # NaN for fewer than two seeds
+                close.append(at)
+        return best, [self.sound[at].name for at in sorted(close)]
+
+
+# --- a table for a paper -------------------------------------------------------------------------
+
+
+#: Characters with a meaning in LaTeX, and their replacements.
+LATEX = {character: f"\\{character}" for character in "&%$#_{}"}
+LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", NBSP: "~"}
+LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+LATEX |= {'"': r"\textquotedbl{}", "…": r"\ldots{}"}
+LATEX |= {"[": "{[}", "]": "{]}"}  # after a line break, it would be an optional argument
+
+
+def latex(compared: Comparison, columns: Sequence[str] = (), percent: bool = False) -> str:
+    r"""Return a table of groups in LaTeX, which needs the package booktabs.
+
+    A cell is the mean over the seeds, and their sample standard deviation with two digits. The best
+    mean of a column is bold if the seeds separate it from all other groups, and its name tells
+    whether more or less is better. Runs with an alarm are never the best.
+
+    Args:
+        compared: Measures of the groups.
+        columns: Measures, or columns of the tables of rounds of which the last value counts. By
+            default, the final value of the metric, and the metrics of the test.
+        percent: Whether shares are in percent: values from 0 to 1 of which more is better.
+
+    Raises:
+        FederationError: If no run has a column.
+    """
+    if not columns:
+        tested = {name for run in compared.runs for name in run.test.get("metrics", {})}
+        columns = [name for name in compared.names if name.startswith("final ") or name in tested]
+    if unknown := [name for name in columns if name not in compared.known]:
+        raise FederationError(
+            f"no run has a column {unknown[0]!r}: they have {', '.join(compared.known)}"
+        )
+    head, cells = ["group"], [[_text(group.name)] for group in compared.groups]
+    for name in columns:
+        values = [compared.values(group, name) for group in compared.groups]
+        every = [value for each in values for value in each]
+        is_share = compared.mode(name) == "max" and all(0 <= value <= 1 for value in every)
+        best, close = compared.best(name) or (None, [""])
+        factor = 100 if percent and is_share else 1
+        head.append(_text(name + " (%)" * (factor > 1)))
+        for at, (group, each) in enumerate(zip(compared.groups, values, strict=True)):
+            cell = _cell([factor * value for value in each], at == best and not close)
+            is_whole = len(each) in (0, len(group.runs))
+            cells[at].append(cell + ("" if is_whole else f" ({len(each)} of {len(group.runs)})"))
+    seeds = span([len(group.runs) for group in compared.groups])
+    lines = [
+        f"% Needs \\usepackage{{booktabs}}. Mean and sample standard deviation, seeds: {seeds}.",
+        "% Bold: best, where the 95 % interval of the paired differences from each other group does"
+        " not contain 0.",
+        *(
+            f"% {_text(name)}: {compared.mode(name) or 'not known whether max or min'} is best."
+            for name in columns
+        ),
+        *(f"% {_text(alarm)}" for run in compared.runs for alarm in alarms(run)),
+        f"\\begin{{tabular}}{{l{'r' * len(columns)}}}",
+        *("\\toprule", rf"{' & '.join(head)} \\", "\\midrule"),
+        *(rf"{' & '.join(row)} \\" for row in cells),
+        *("\\bottomrule", "\\end{tabular}"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(values: Sequence[float], is_bold: bool) -> str:
+    r"""Return mean and standard deviation.
+
+    Example:
+        >>> print(_cell([0.5, 0.61, 0.7], is_bold=True), _cell([12345.0], is_bold=False))
+        $\mathbf{0.60} \pm 0.10$ $12{,}345$
+    """
+    text = plus_minus(values).replace(NBSP, " ").replace(",", "{,}")
+    if not any(map(str.isdigit, text)):  # unknown or not finite
+        return text
+    mean, _, std = text.partition(" ± ")
+    mean = rf"\mathbf{{{mean}}}" if is_bold else mean
+    return f"${mean}$" if not std else rf"${mean} \pm {std}$"
+
+
+def _text(text: str) -> str:
+    return "".join(LATEX.get(character, character) for character in " ".join(text.splitlines()))

@@ -19,18 +19,15 @@ from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, write_atomically
 from lightning_fl.report.figures import COLORS, Panel, svg
 from lightning_fl.report.groups import Group, with_names
-from lightning_fl.report.measures import Comparison
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
-from lightning_fl.report.paper import latex as table_of
-from lightning_fl.report.run import PICTURES, find_runs, read_run
-from lightning_fl.report.scores import direction
-from lightning_fl.report.several_runs import about_groups
+from lightning_fl.report.run import find_runs, read_run
+from lightning_fl.report.several_runs import Comparison, about_groups
+from lightning_fl.report.several_runs import latex as table_of
+from lightning_fl.report.summary import direction
 
 #: Folders of runs, or folders that contain runs.
 Runs: TypeAlias = str | Path | Sequence[str | Path]
-#: Names of the PNG files that belong to a report.
-NAMES = ("accuracy", "cost", "hyperparameters", "partition", "participation", "clients", *PICTURES)
 
 
 def report(
@@ -45,9 +42,8 @@ def report(
 ) -> Path:
     """Write a report on one run, or a comparison of several runs.
 
-    The report is a self-contained HTML file, which needs no network. Its figures are also written
-    as PNG files, to a folder of the same name next to it. The same runs give the same files, byte
-    for byte.
+    The report is a self-contained HTML file, which needs no network. The same runs give the same
+    file, byte for byte.
 
     Args:
         runs: Folders of runs, or folders that contain runs as ``version_0``, ``version_1``, ...
@@ -83,6 +79,20 @@ def report(
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
     if path.suffix != ".html" or path.is_dir():
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
+    groups = _judged(named, metric, mode)
+    page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
+    table = "" if latex is None else table_of(Comparison(groups), columns, percent)
+    with error_context(f"{path} could not be written, choose another output", OSError):
+        write_atomically(path, html(page).encode(errors="replace"))
+        if latex is not None:
+            write_atomically(latex, table)
+    return path
+
+
+def _judged(
+    named: Mapping[str, Sequence[Path]], metric: str | None, mode: str | None
+) -> list[Group]:
+    """Read the runs, and return them in groups with the metric that was asked for."""
     if metric is None and mode is not None:
         raise FederationError(f"mode={mode} is for a metric: set metric, too")
     mode = mode or direction(metric or "acc")
@@ -91,35 +101,12 @@ def report(
             f"the name {metric!r} does not tell whether more or less of it is better: set"
             " --mode=max or --mode=min"
         )
-    groups = _judged(named, metric, mode)
-    page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
-    table = "" if latex is None else table_of(Comparison(groups), columns, percent)
-    with error_context(f"{path} could not be written, choose another output", OSError):
-        _write(page, path)
-        if latex is not None:
-            write_atomically(latex, table)
-    return path
-
-
-def _judged(named: Mapping[str, Sequence[Path]], metric: str | None, mode: str) -> list[Group]:
-    """Read the runs, and return them in groups with the metric that was asked for."""
     judged = partial(replace, metric=metric, mode=mode)
     groups = with_names({n: [judged(read_run(f)) for f in each] for n, each in named.items()})
     known = dict.fromkeys(n for each in groups for run in each.runs for n in run.columns)
     if metric not in (None, *known):
         raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(known)}")
     return groups
-
-
-def _write(page: Report, path: Path) -> None:
-    """Write a page and its pictures, and remove those of an earlier page."""
-    pictures = {p.name: p.content for section in page.sections for p in section.pictures}
-    for name in NAMES:
-        place = path.with_suffix("") / f"{name}.png"
-        place.unlink(missing_ok=True)
-        if name in pictures:
-            write_atomically(place, pictures[name])
-    write_atomically(path, html(page).encode(errors="replace"))
 
 
 def _find_named(runs: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[str]]:

@@ -81,18 +81,14 @@ class AsynchronousSampler(ClientSampler):
         """Check the number of clients, the aggregator and the source of durations."""
         self._clock = None
         n, rule = federation.num_clients, federation.aggregator
-        if self.concurrency > n:
-            raise FederationError(
-                f"concurrency={self.concurrency}, but there are only {n} clients: decrease"
-                f" concurrency to at most {n}"
-            )
+        check_integer("concurrency", self.concurrency, min=1, max=n, hint=f"there are {n} clients")
         if rule is not None and not rule.is_asynchronous:
             raise FederationError(
                 f"{type(rule).__name__} ignores the staleness of updates, and AsynchronousSampler"
                 " samples clients that start from earlier models: use the aggregator FedBuff or"
                 " FedAsync, or another sampler"
             )
-        if getattr(federation.data, "stream_steps", 1) > 1:
+        if federation.data is not None and federation.data.stream_steps > 1:
             raise FederationError(
                 "AsynchronousSampler needs clients whose samples do not change in the run, and the"
                 " data module has stream_steps: remove stream_steps, or use another sampler"

@@ -190,11 +190,8 @@ class HighLossSampler(ClientSampler):
                 f"HighLossSampler draws by the losses that PowerOfChoice notes, and the aggregator"
                 f" is {describe(self._rule)}: set aggregator=PowerOfChoice(), or another sampler"
             )
-        if not federation.sampling.size <= self.candidates <= clients:
-            raise FederationError(
-                f"candidates must be from {federation.sampling.size}, the clients per round, to"
-                f" {clients}, all clients, got {self.candidates}"
-            )
+        count, hint = federation.sampling.size, "from the clients per round to all clients"
+        check_integer("candidates", self.candidates, min=count, max=clients, hint=hint)
 
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator

@@ -323,9 +323,9 @@ def test_bad_options(make, message):
 
 
 def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, foreign):
-    with pytest.raises(FederationError, match="clients must be ids below 4, got 9"):
+    with pytest.raises(FederationError, match=r"an id in clients must be .*\[0, 3\], got 9"):
         simulate(ClientAttack([0, 9]))
-    with pytest.raises(FederationError, match="clients must be ids below 4, got 9"):
+    with pytest.raises(FederationError, match=r"an id in clients must be .*\[0, 3\], got 9"):
         simulate(LabelFlip([0, 9]))
     with pytest.raises(FederationError, match=r"target must be an integer in \[0, 2\], got 3"):
         simulate(Backdoor(target=3))
@@ -337,7 +337,7 @@ def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, forei
     unmeasured = FederatedDataModule(blobs(), num_clients=4, val_size=0)
     with pytest.raises(FederationError, match="requires validation samples: set val_size"):
         simulate(Backdoor(), datamodule=unmeasured)
-    with pytest.raises(FederationError, match=r"size=7 is larger than samples of shape \(6,\)"):
+    with pytest.raises(FederationError, match=r"size must be .*\[1, 6\], got 7: samples have the"):
         simulate(Backdoor(size=7))
     pictures = FederatedDataModule(
         InMemory(torch.zeros(30, 1, 4, 4, dtype=torch.uint8), torch.arange(30) % 3),

@@ -34,7 +34,7 @@ import flower_apps  # noqa: E402  # imports flwr
 from flwr.app import RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from lightning_fl.integrations.flower import FederationStrategy, pack_reply  # noqa: E402
+from lightning_fl.integrations.flower import FederationStrategy, packed  # noqa: E402
 
 
 def by_the_loop(name, folder, rounds=5, clients=5, sampled=3):
@@ -302,7 +302,7 @@ class Nodes:
                     reply_to_message_id=message.metadata.message_id,
                     src_node_id=message.metadata.dst_node_id,
                 ),
-                content={"client": answer},
+                content={"about": answer},
             )
 
 
@@ -421,7 +421,7 @@ def message(node, content):
 def reply(client, made):
     update = made.server._exchange.update
     tensors = torch.ones(44).double(), torch.zeros(0).long(), {}
-    return pack_reply(Reply(client, update, 12, 0.2, 0.5, "", *tensors))
+    return packed(Reply(client, update, 12, 0.2, 0.5, "", *tensors))
 
 
 @pytest.mark.parametrize(

@@ -238,8 +238,8 @@ def test_without_validation_or_losses_it_is_refused(fit, foreign, blobs):
         ([{"lr": 0.1}], "at least two settings"),
         ([{"lr": 0.1}, {"num_steps": 3}], "with the same names"),
         ([{"lr": 0.0}, {"lr": 0.1}], "lr in candidates must be a finite number greater than 0"),
-        ([{"num_steps": 1}, {"num_steps": 1.5}], "num_steps in candidates must be integers"),
-        ([{"num_steps": 1, "local_epochs": 2}] * 2, "both set the amount of local work"),
+        ([{"num_steps": 1}, {"num_steps": 1.5}], "num_steps in candidates must be an integer"),
+        ([{"num_steps": 1, "local_epochs": 2}] * 2, "num_steps=.* excludes local_epochs="),
     ],
 )
 def test_candidates_that_do_not_fit_are_refused(candidates, words):

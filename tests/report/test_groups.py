@@ -8,7 +8,7 @@ import pytest
 from lightning_fl.functional.intervals import t_interval
 from lightning_fl.partition import Manifest
 from lightning_fl.report import Run, group
-from lightning_fl.report.groups import Group, at_time, common_time
+from lightning_fl.report.groups import Group, common_time, curve, value_at
 from lightning_fl.report.run import values_of
 
 
@@ -145,9 +145,9 @@ def test_curves_over_virtual_time_meet_at_equal_times():
         for c in columns
     ]
     # At 2 the second run has no value yet; at 9 it has ended.
-    assert Group("a", runs).values_over("val_acc", "virtual_time") == [(4, [0.3, 0.2])]
-    alone = Group("a", runs[:1]).values_over("val_acc", "virtual_time")
+    assert Group("a", runs).values("val_acc", "virtual_time") == [(4, [0.3, 0.2])]
+    alone = Group("a", runs[:1]).values("val_acc", "virtual_time")
     assert alone == [(x, [y]) for x, y in columns[0]]
     assert common_time(runs) == 8
-    assert [at_time(each, "val_acc", 8) for each in runs] == [0.3, 0.6]
+    assert [value_at(curve(each, "val_acc", "virtual_time"), 8) for each in runs] == [0.3, 0.6]
     assert common_time([*runs, run(column=[0.5])]) is None

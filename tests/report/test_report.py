@@ -22,20 +22,14 @@ from lightning_fl.report.figures import Line, Lines, svg
 from lightning_fl.report.groups import Group
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Picture
-from lightning_fl.report.scores import headline, with_derived
 from lightning_fl.report.several_runs import about_groups
+from lightning_fl.report.summary import headline, with_derived
 from lightning_fl.report.words import NBSP
 from lightning_fl.report.write import html
 from lightning_fl.types import FederationError
 
 VOID = {"meta", "img", "br"}  # elements without an end
 PNG = b"\x89PNG\r\n"
-
-
-@pytest.fixture
-def undrawn(monkeypatch, picture):
-    """Files of pictures are not drawn, for tests that look at the page."""
-    monkeypatch.setattr("lightning_fl.report.page.png", lambda panels: picture)
 
 
 class Page(HTMLParser):
@@ -125,27 +119,12 @@ def test_a_page_says_what_was_run_and_how_it_went(folder, picture):
     ):
         assert words in text
     assert "unfinished" not in text
-    pictures = sorted(p.name for p in (path / "report").iterdir())
-    assert pictures == [
-        "accuracy.png",
-        "aggregator.png",
-        "clients.png",
-        "cost.png",
-        "participation.png",
-        "partition.png",
-    ]
-    assert all((path / "report" / name).read_bytes().startswith(PNG) for name in pictures)
+    assert not (path / "report").exists()
 
 
-def test_the_same_run_gives_the_same_bytes_and_old_pictures_go(folder):
+def test_the_same_run_gives_the_same_bytes(folder):
     path = folder()
-    made = []
-    for _ in range(2):
-        report(path)
-        files = [path / "report.html", *sorted((path / "report").iterdir())]
-        made.append({file.name: file.read_bytes() for file in files})
-        (path / "report" / "policy.png").write_bytes(b"of an earlier report")
-    assert made[0] == made[1]
+    assert report(path).read_bytes() == report(path).read_bytes()
 
 
 EVIL = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
@@ -175,7 +154,7 @@ def test_files_are_shown_as_text_never_as_markup(folder, config, manifest, tmp_p
     assert EVIL in page_of(report([path, other], tmp_path / "both.html")).text
 
 
-def test_an_unfinished_run_says_so(folder, undrawn):
+def test_an_unfinished_run_says_so(folder):
     told = json.dumps({"state": "KeyboardInterrupt", "rounds": 60})
     page = about_run(read_run(folder(environment__json=told, participation__csv=None)))
     (warning,) = page.warnings
@@ -187,7 +166,7 @@ OTHERS = ("config__yaml", "environment__json", "partition__json", "participation
 OTHERS += ("client_losses__csv__gz",)
 
 
-def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alarms(folder, undrawn):
+def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alarms(folder):
     rounds = "round,clients,kept\n1,2,\n2,2,1\n3,2,1\n"
     lines = [f"{i},{'15'[i == 1]}{'15'[i < 3]}" for i in range(1, 12)]  # dropped in 1 and 2 of 11
     run = read_run(
@@ -201,7 +180,7 @@ def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alar
     assert page.alarms[0] in Page(html(page)).text
 
 
-def test_the_clients_that_lost_most_are_named_first(folder, undrawn):
+def test_the_clients_that_lost_most_are_named_first(folder):
     lines = ["1,2222", "2,1222", "3,1102"]
     names = "client,train_samples,name\n3,1,east\n0,1,north\n"
     path = write_by_round(folder(participation__csv=names), *lines)
@@ -249,7 +228,7 @@ def test_numbers_that_are_not_finite_are_gaps(folder):
     assert ("best val_acc (round 6)", "0.5") in page.figures
 
 
-def test_the_metric_of_clients_has_its_name(folder, undrawn):
+def test_the_metric_of_clients_has_its_name(folder):
     files = {"clients__csv": "client,train_samples,test_samples,server\n0,3,1,0.5\n1,2,3,0.25\n"}
     files["environment__json"] = json.dumps({"client_metric": "dice"})
     paths = [folder(f"{at}/version_0", **files) for at in "ab"]
@@ -262,7 +241,7 @@ def test_the_metric_of_clients_has_its_name(folder, undrawn):
     assert section.pictures[0].panels[0].ylabel == "dice on own test samples"
 
 
-def test_scores_on_test_samples_go_first(folder, undrawn):
+def test_scores_on_test_samples_go_first(folder):
     clients = "client,train_samples,test_samples,server,personal\n0,3,1,0.5,1.0\n1,2,3,0.25,1.0\n"
     page = about_run(read_run(folder(clients__csv=clients)))
     (section,) = (s for s in page.sections if s.title == "Clients")
@@ -288,7 +267,7 @@ def test_scores_on_test_samples_go_first(folder, undrawn):
     assert section.tables[1].sortable
 
 
-def test_why_clients_were_not_measured_is_said(folder, undrawn):
+def test_why_clients_were_not_measured_is_said(folder):
     told = json.dumps({"no train_acc": "NotImplementedError: no forward"})
     page = about_run(read_run(folder(environment__json=told, participation__csv=None)))
     (section,) = (s for s in page.sections if s.title == "Clients")
@@ -323,10 +302,9 @@ def test_runs_are_compared_group_by_group(two_groups, tmp_path):
     # Both seeds differ by 0.5, so the interval has no width.
     assert "client_fraction=1.0 0: +0.5, 1: +0.5 +0.5 +0.5 to +0.5" in text
     assert "Thin lines: single seeds." in text
-    assert (tmp_path / "new" / "both" / "accuracy.png").is_file()
 
 
-def test_groups_have_the_names_that_the_user_gives(two_groups, tmp_path, undrawn):
+def test_groups_have_the_names_that_the_user_gives(two_groups, tmp_path):
     runs = [str(two_groups / f"version_{i}") for i in range(4)]
     named = {"few": runs[:2], "mixed": [runs[2]], "": [runs[3]]}
     text = page_of(report(named, tmp_path / "named.html")).text
@@ -335,7 +313,7 @@ def test_groups_have_the_names_that_the_user_gives(two_groups, tmp_path, undrawn
     assert "differ not only" not in text
 
 
-def test_runs_are_judged_by_the_metric_that_is_asked_for(folder, tmp_path, undrawn):
+def test_runs_are_judged_by_the_metric_that_is_asked_for(folder, tmp_path):
     rounds = "round,clients,val_acc,own_score,err\n1,2,0.5,9,3\n2,2,0.6,8,4\n"
     runs = [folder(f"{name}/version_0", rounds__csv=rounds) for name in ("one", "other")]
 
@@ -357,7 +335,7 @@ def test_runs_are_judged_by_the_metric_that_is_asked_for(folder, tmp_path, undra
 
 
 @pytest.mark.parametrize("name", ["val_mse", "val_mae", "rmse", "val_nll", "perplexity"])
-def test_less_of_an_error_is_better_also_in_a_table_for_a_paper(folder, tmp_path, undrawn, name):
+def test_less_of_an_error_is_better_also_in_a_table_for_a_paper(folder, tmp_path, name):
     none = dict.fromkeys(("client_losses__csv__gz", "participation__csv"))
     paths = {
         group: [
@@ -380,7 +358,7 @@ def test_less_of_an_error_is_better_also_in_a_table_for_a_paper(folder, tmp_path
         report(paths, page, metric="figure")
 
 
-def test_a_first_loss_far_above_others_is_named(folder, undrawn):
+def test_a_first_loss_far_above_others_is_named(folder):
     first_and_last = [[2.0, 2.1], [423.0, 2.0], [2.2, 2.3], [2.1, 2.4]]
     rounds = by_round("1,1111", "2,1111", losses=first_and_last)
     page = about_run(read_run(folder(client_losses__csv__gz=rounds)))
@@ -388,7 +366,7 @@ def test_a_first_loss_far_above_others_is_named(folder, undrawn):
     assert section.text[-1].startswith("The first loss of client 1 is 423, and the median is 2.15")
 
 
-def test_runs_of_a_named_group_that_differ_are_a_warning(two_groups, tmp_path, undrawn):
+def test_runs_of_a_named_group_that_differ_are_a_warning(two_groups, tmp_path):
     text = page_of(report({"all": two_groups}, tmp_path / "all.html")).text
     assert "4 runs in 1 group. 2 clients," in text
     assert "Runs of all differ not only in the seed: federation.client_fraction." in text
@@ -402,7 +380,7 @@ def test_a_run_belongs_to_one_group(two_groups, tmp_path):
         report(named, tmp_path / "twice.html")
 
 
-def test_metrics_named_by_stage_are_drawn(folder, undrawn):
+def test_metrics_named_by_stage_are_drawn(folder):
     rounds = "round,clients,val/acc,train/loss\n1,2,0.5,1.5\n2,2,0.75,1.0\n"
     section = progress([Group("a", [read_run(folder(rounds__csv=rounds))])])
     assert section.text == ()
@@ -413,7 +391,7 @@ def test_metrics_named_by_stage_are_drawn(folder, undrawn):
     ]
 
 
-def test_the_comparison_lists_every_run_and_what_differs(two_groups, undrawn):
+def test_the_comparison_lists_every_run_and_what_differs(two_groups):
     folders, _ = find_runs([two_groups])
     page = about_groups(group([read_run(folder) for folder in folders]))
     tables = {t.head[0]: t for section in page.sections for t in section.tables}
@@ -459,7 +437,7 @@ def test_runs_that_have_nothing_in_common_can_be_compared(folder, config):
     assert "x: no round" in Page(html(page)).text
 
 
-def test_seeds_and_clients_are_names_and_what_nobody_logged_has_no_column(folder, undrawn):
+def test_seeds_and_clients_are_names_and_what_nobody_logged_has_no_column(folder):
     files = {"rounds__csv": "round,virtual_time\n1,150\n", "config__yaml": None}
     files["participation__csv"] = "client,train_samples\n1234,1\n"
     files["client_losses__csv__gz"] = None
@@ -477,7 +455,7 @@ def test_seeds_and_clients_are_names_and_what_nobody_logged_has_no_column(folder
     assert clients(runs[0]).tables[-1].rows[-1][0] == "1234"
 
 
-def test_many_columns_do_not_flood_the_page(folder, undrawn):
+def test_many_columns_do_not_flood_the_page(folder):
     names = [f"figure{i}" for i in range(200)]
     rows = [",".join([str(r), *(str(r * i) for i in range(200))]) for r in (1, 2)]
     path = folder(rounds__csv="\n".join([",".join(["round", *names]), *rows]))
@@ -493,7 +471,7 @@ def test_only_a_page_is_written_to(folder, tmp_path, name):
         report(folder(), tmp_path / name)
 
 
-def test_no_runs_and_a_place_that_cannot_be_written_to_are_errors(folder, tmp_path, undrawn):
+def test_no_runs_and_a_place_that_cannot_be_written_to_are_errors(folder, tmp_path):
     with pytest.raises(FederationError, match="no run to report"):
         report([])
     (tmp_path / "file").write_text("")
@@ -525,7 +503,7 @@ def test_privacy_and_backdoors_are_key_figures(folder):
 
 
 @pytest.fixture
-def panels(monkeypatch, undrawn):
+def panels(monkeypatch):
     """The lines of each picture and the labels of their horizontal axes, which are not drawn."""
     seen = []
 
@@ -578,7 +556,7 @@ def test_drops_for_other_causes_are_counted(folder):
     assert section.text[0].startswith("Dropped updates by cause: too late 1, other causes 2.")
 
 
-def test_the_round_of_the_last_value_is_named(folder, undrawn):
+def test_the_round_of_the_last_value_is_named(folder):
     rounds = "round,clients,val_acc\n1,2,\n2,2,0.75\n3,2,\n4,2,0.5\n5,2,\n"
     page = about_run(read_run(folder(rounds__csv=rounds)))
     assert ("final val_acc (round 4)", "0.5") in page.figures
@@ -621,7 +599,7 @@ def test_groups_are_compared_at_equal_virtual_time_if_all_have_a_clock(folder, p
     assert "val_acc, by virtual time" not in panels[0][0]
 
 
-def test_the_values_under_the_pointer_are_those_of_the_table(folder, undrawn):
+def test_the_values_under_the_pointer_are_those_of_the_table(folder):
     path = folder(accuracies=(0.25, "nan", 0.123456789, 1.0))
     found = charts(page_of(report(path)))
     accuracy = found["accuracy by round"]
@@ -653,7 +631,7 @@ def write_by_round(path, *lines, **options):
     return path
 
 
-def test_the_page_shows_who_participated_when(folder, undrawn):
+def test_the_page_shows_who_participated_when(folder):
     path = write_by_round(folder(), "1,11", "2,10", "3,12", "4,31")
     page = page_of(report(path))
     chart = charts(page)["client by round"]
@@ -670,7 +648,7 @@ def test_the_page_shows_who_participated_when(folder, undrawn):
     assert section.tables[1].rows[0] == ["1", "2", "3", "1", "1", "0", "0.5"]
 
 
-def test_a_client_whose_loss_does_not_fall_is_named_and_every_loss_has_a_curve(folder, undrawn):
+def test_a_client_whose_loss_does_not_fall_is_named_and_every_loss_has_a_curve(folder):
     losses = [[2.0, 1.0, 0.5, 0.25], [0.5, 1.0, "nan", 4.0], [0.001, 0.001, 0.0009, 0.0005]]
     names = "client,train_samples,name\n0,3,north\n1,2,south\n2,2,east\n"
     files = {"participation__csv": names}
@@ -721,7 +699,7 @@ def test_three_seeds_are_lines_and_five_seeds_are_a_band(folder):
     assert shown["b"] == pytest.approx([2.776445 * 0.1 * (0.5**0.5) * s for s in (1, 2)], abs=1e-5)
 
 
-def test_a_large_federation_fits_into_two_megabytes(folder, manifest, undrawn):
+def test_a_large_federation_fits_into_two_megabytes(folder, manifest):
     random, n, rounds = np.random.default_rng(0), 10_000, 2_000
     record = ClientHistory()
     sampled = [random.choice(n, 1000, replace=False) for _ in range(20)]
@@ -896,9 +874,7 @@ def rows_of(path):
     return [line.removesuffix(r" \\").split(" & ") for line in lines]
 
 
-def test_the_best_mean_of_a_table_in_latex_is_bold_if_the_seeds_separate_it(
-    three_seeds, tmp_path, undrawn
-):
+def test_the_best_mean_of_a_table_in_latex_is_bold_if_the_seeds_separate_it(three_seeds, tmp_path):
     near = three_seeds(low=(0.1, 0.2, 0.3), high=(0.3, 0.2, 0.6))
     far = three_seeds(a=(0.1, 0.2, 0.31), b=(0.5, 0.6, 0.71))
     path = tmp_path / "table.tex"
@@ -918,7 +894,7 @@ def test_the_best_mean_of_a_table_in_latex_is_bold_if_the_seeds_separate_it(
         report(far, tmp_path / "page.html", latex=path, columns=["f1"])
 
 
-def test_names_are_text_in_latex(three_seeds, tmp_path, undrawn):
+def test_names_are_text_in_latex(three_seeds, tmp_path):
     path = tmp_path / "table.tex"
     report(three_seeds(**{r"A&B_50%\x": (0.5,)}), tmp_path / "page.html", latex=path)
     assert rows_of(path)[1][0] == r"A\&B\_50\%\textbackslash{}x"

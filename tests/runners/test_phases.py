@@ -259,7 +259,7 @@ def test_clients_that_get_out_of_step_in_a_later_round_end_the_run(run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_steps": 1, "local_epochs": 1}, "both set the length of a phase"),
+        ({"num_steps": 1, "local_epochs": 1}, "num_steps=1 excludes local_epochs=1"),
         ({"num_steps": 0}, "num_steps of a phase must be"),
         ({"local_epochs": 0}, "local_epochs of a phase must be"),
         ({"train": "head"}, "train of a phase must be local, shared, all or a list .* got 'head'"),
