@@ -54,7 +54,16 @@ class PersonalizedEvaluation(Callback):
     For each kind, the callback logs the mean over clients, the mean weighted by test samples, the
     standard deviation and variance over clients (fairness), and the mean over the worst decile of
     clients, as ``personal/mean``, ``personal/weighted``, ``personal/std``, ``personal/variance``
-    and ``personal/worst``. A table of clients and a figure are written beside the table of rounds.
+    and ``personal/worst``; ``personal/hurt`` is the share of clients with a lower score after
+    fine-tuning than before it. A table of clients and a figure are written beside the table of
+    rounds.
+
+    Clients that never train, ``FederatedDataModule(unseen_clients=...)``, are evaluated in the same
+    way (Wu et al., 2022). Their figures are ``unseen_server/mean``, ``unseen_personal/hurt`` and so
+    on, and their rows have a 1 in the column ``unseen``. Such a client starts as one that was never
+    sampled: from the model of the server, also if the rule has several models; with client-local
+    tensors at their initial values, and with mixture weights (FedEM) from its own samples. Choose
+    ``steps`` by the clients that train, not by the unseen ones.
 
     Any module or optimizer can have a personal model: it has a method
     ``federated_personalize(batches)`` that writes this model into the parameters and returns
@@ -177,8 +186,9 @@ class PersonalizedEvaluation(Callback):
                 logger.log_metrics(figures, round)  # the step of all metrics of the round
 
     def rows_of(self, round: int) -> list[dict[str, float]]:
-        """Return one row per client if a round was evaluated, counted from 1; otherwise none."""
-        return self.rows if self._measured_at == round else []
+        """Return one row per client that trains if a round was evaluated, counted from 1."""
+        seen = [row for row in self.rows if "unseen" not in row]
+        return seen if self._measured_at == round else []
 
     def _measure(self, trainer: Trainer, round: int) -> dict[str, float]:
         """Evaluate all clients, write the table, and return the metrics to log."""
@@ -188,10 +198,14 @@ class PersonalizedEvaluation(Callback):
         if (path := self._loop.table_path(trainer)) is not None:
             names = trainer.datamodule.client_names  # type: ignore[attr-defined]
             write_table(path.parent / self.name, self.rows, names)
+        groups: dict[str, list[dict[str, float]]] = {"": [], "unseen_": []}
+        for row in self.rows:
+            groups["unseen_" * ("unseen" in row)].append(row)
         return {
-            f"{kind}/{figure}": value
+            f"{group}{kind}/{figure}": value
+            for group, rows in groups.items()
             for kind in KINDS
-            for figure, value in summary(self.rows, kind).items()
+            for figure, value in summary(rows, kind).items()
         }
 
     def _client_rows(self, trainer: Trainer, round: int) -> list[dict[str, float]]:

@@ -14,6 +14,7 @@ from lightning_fl.report.scores import (
     final_and_best,
     finite,
     total,
+    unseen_clients,
     worst_decile,
 )
 from lightning_fl.report.words import counted, listed, number, seconds, size, span
@@ -109,6 +110,7 @@ def key_figures(run: Run) -> Iterator[tuple[str, str]]:
     samples, scores = client_scores(run)
     if "server" in scores:
         yield f"worst tenth of clients, {samples}", number(worst_decile(run))
+    yield from unseen_clients(run)
     if asked := total(run, "clients"):
         yield "updates dropped", f"{number(total(run, 'dropped'))} of {number(asked)}"
     up, down = total(run, "bytes_up"), total(run, "bytes_down")

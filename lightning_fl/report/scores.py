@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Literal
@@ -12,6 +12,7 @@ from typing import Literal
 from lightning_fl.callbacks.client_table import KINDS, summary
 from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.report.run import Row, Run
+from lightning_fl.report.words import counted, number
 
 #: Columns that :func:`with_derived` adds.
 UP, TOTAL, TIME = "MB up", "MB up and down", "virtual time (s)"
@@ -108,7 +109,7 @@ def final_and_best(run: Run) -> tuple[float, float, int] | None:
 
 def client_scores(run: Run) -> tuple[str, dict[str, list[Row]]]:
     """Return the name of the evaluation samples, and the rows of clients by kind."""
-    table, samples = run.clients, "own test samples"
+    table, samples = [row for row in run.clients if "unseen" not in row], "own test samples"
     if not table:
         table = [{**r, "server": r["train_acc"]} for r in run.participation if "train_acc" in r]
         samples = "own training samples"
@@ -120,6 +121,17 @@ def client_scores(run: Run) -> tuple[str, dict[str, list[Row]]]:
 def client_metric(run: Run) -> str:
     """Return the name of the metric of clients."""
     return str(run.environment.get("client_metric") or "accuracy")
+
+
+def unseen_clients(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the scores of clients that never train, before and after fine-tuning."""
+    rows = [row for row in run.clients if "unseen" in row]
+    for kind in KINDS:
+        if found := summary(rows, kind):
+            of = f"{counted(len(rows), 'unseen client')}, {kind}"
+            yield f"{of} (worst tenth {number(found['worst'])})", number(found["mean"])
+        if "hurt" in found:
+            yield "unseen clients that fine-tuning made worse", f"{100 * found['hurt']:.0f} %"
 
 
 def worst_decile(run: Run) -> float:
