@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -153,6 +154,8 @@ class PersonalizedEvaluation(Callback):
         module = copied_module(runner.module, runner.constants.parameters.values())
         with seeded_rng(0, module.device):
             batch = next(data.samples_of(0, test=True), None)
+            if data.is_stream:  # fine-tuning reads streams ahead
+                next(data.steps_of(0, torch.Generator()))
         if batch is None:
             return
         cause: Exception | None = None
@@ -198,14 +201,13 @@ class PersonalizedEvaluation(Callback):
         if (path := self._loop.table_path(trainer)) is not None:
             names = trainer.datamodule.client_names  # type: ignore[attr-defined]
             write_table(path.parent / self.name, self.rows, names)
-        groups: dict[str, list[dict[str, float]]] = {"": [], "unseen_": []}
-        for row in self.rows:
-            groups["unseen_" * ("unseen" in row)].append(row)
         return {
-            f"{group}{kind}/{figure}": value
-            for group, rows in groups.items()
+            f"{prefix}{kind}/{figure}": value
+            for prefix in ("", "unseen_")
             for kind in KINDS
-            for figure, value in summary(rows, kind).items()
+            for figure, value in summary(
+                [row for row in self.rows if ("unseen" in row) == bool(prefix)], kind
+            ).items()
         }
 
     def _client_rows(self, trainer: Trainer, round: int) -> list[dict[str, float]]:

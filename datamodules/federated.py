@@ -103,6 +103,8 @@ class FederatedDataModule(SplitDataModule):
         tensor([16, 16, 16, 16, 16])
     """
 
+    #: Whether clients have streams of samples, which training reads in order.
+    is_stream = False
     #: How to provide test samples, for error messages.
     test_remedy = "pass test="
     #: Number of random numbers that each training sample gets for augmentation. If it is positive,
