@@ -71,6 +71,7 @@ class ClientScores:
         )
         self._step = LocalStep(self._module, constants)
         self._server = loop.runner.read()
+        self._sizes = [len(part) for part in (*self._data.parts, *self._data.unseen_parts)]
         #: Round whose hyperparameters clients train with: after the last one, those of the last.
         is_over = loop.round == trainer.max_epochs
         self._next_round = loop.round - is_over
@@ -95,15 +96,19 @@ class ClientScores:
             first: Initial global model, from which ``local`` starts.
         """
         rows = self._loop.fit.memory.of_runner(client)
-        state = ServerState(
-            self._loop.aggregator.models_for(torch.tensor([client])), self._server.counters
-        )
+        is_unseen = client >= len(self._data.parts)
+        models = self._server.vector[None]
+        if not is_unseen:
+            models = self._loop.aggregator.models_for(torch.tensor([client]))
+        state = ServerState(models, self._server.counters)
         plan = self._loop.policy.drawn(self._next_round, torch.tensor([client]))
         row: dict[str, float] = {
             "client": client,
-            "train_samples": len(self._data.parts[client]),
+            "train_samples": self._sizes[client],
             "test_samples": len(self._data.local_tests[client]),
         }
+        if is_unseen:
+            row["unseen"] = 1
         has_own = any(name.startswith(("parameter.", "buffer.")) for name in rows)
         if has_own or not torch.equal(state.vector[0], self._server.vector):
             self._load(self._server._replace(vector=self._server.vector[None]), {}, plan)
@@ -128,7 +133,7 @@ class ClientScores:
     ) -> None:
         """Train the initial global model on one client only, with one local epoch per round."""
         state, rows = ServerState(first[None], self._server.counters), dict[str, Tensor]()
-        batches, epoch = self._batches(client, round), int(self._data.batches_per_epoch[client])
+        batches, epoch = self._batches(client, round), self._data.batches_of(client)
         for done in range(0, steps, epoch):
             self._load(state, rows, plan)
             self._train(islice(batches, min(epoch, steps - done)))

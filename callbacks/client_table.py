@@ -29,7 +29,7 @@ def write_table(
 
     Args:
         path: Path of the files, without ``.csv`` and ``.png``.
-        rows: One row per client.
+        rows: One row per client. The figure leaves out unseen clients.
         names: Names of all clients for the table; None if they have none.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -39,12 +39,15 @@ def write_table(
         named = [{**row, "name": names[int(row["client"])]} for row in rows]
     cells = ([row.get(name, "") for name in columns] for row in named)
     write_atomically(path.with_name(f"{path.name}.csv"), csv_text(columns, cells))
-    picture = partial(client_figure(rows).savefig, format="png", dpi=120)
+    seen = [row for row in rows if "unseen" not in row]
+    picture = partial(client_figure(seen).savefig, format="png", dpi=120)
     write_atomically(path.with_name(f"{path.name}.png"), picture)
 
 
 def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
     """Return the mean, weighted mean, standard deviation, variance and worst-decile mean.
+
+    For ``personal``, ``hurt`` is the share of clients with a lower score than that of ``server``.
 
     Example:
         >>> rows = [{"test_samples": 1, "server": 0.5}, {"test_samples": 3, "server": 1.0}]
@@ -56,12 +59,15 @@ def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
         return {}
     values, sizes = torch.tensor(scores, dtype=torch.float64).unbind(1)
     worst = values.sort().values[: max(1, len(values) // 10)]
+    is_hurt = [row[kind] < row["server"] for row in rows if kind == "personal" and kind in row]
+    hurt = {"hurt": sum(is_hurt) / len(is_hurt)} if is_hurt else {}
     return {
         "mean": float(values.mean()),
         "weighted": float((values * sizes).sum() / sizes.sum()),
         "std": float(values.std(correction=0)),
         "variance": float(values.var(correction=0)),
         "worst": float(worst.mean()),
+        **hurt,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -55,7 +56,16 @@ class PersonalizedEvaluation(Callback):
     For each kind, the callback logs the mean over clients, the mean weighted by test samples, the
     standard deviation and variance over clients (fairness), and the mean over the worst decile of
     clients, as ``personal/mean``, ``personal/weighted``, ``personal/std``, ``personal/variance``
-    and ``personal/worst``. A table of clients and a figure are written beside the table of rounds.
+    and ``personal/worst``; ``personal/hurt`` is the share of clients with a lower score after
+    fine-tuning than before it. A table of clients and a figure are written beside the table of
+    rounds.
+
+    Clients that never train, ``FederatedDataModule(unseen_clients=...)``, are evaluated in the same
+    way (Wu et al., 2022). Their figures are ``unseen_server/mean``, ``unseen_personal/hurt`` and so
+    on, and their rows have a 1 in the column ``unseen``. Such a client starts as one that was never
+    sampled: from the model of the server, also if the rule has several models; with client-local
+    tensors at their initial values, and with mixture weights (FedEM) from its own samples. Choose
+    ``steps`` by the clients that train, not by the unseen ones.
 
     Any module or optimizer can have a personal model: it has a method
     ``federated_personalize(batches)`` that writes this model into the parameters and returns
@@ -152,6 +162,8 @@ class PersonalizedEvaluation(Callback):
         module = copied_module(runner.module, runner.constants.parameters.values())
         with seeded_rng(0, module.device):
             batch = next(data.samples_of(0, test=True), None)
+            if data.is_stream:  # fine-tuning reads streams ahead
+                next(data.steps_of(0, torch.Generator()))
         if batch is None:
             return
         cause: Exception | None = None
@@ -185,8 +197,9 @@ class PersonalizedEvaluation(Callback):
                 logger.log_metrics(figures, round)  # the step of all metrics of the round
 
     def rows_of(self, round: int) -> list[dict[str, float]]:
-        """Return one row per client if a round was evaluated, counted from 1; otherwise none."""
-        return self.rows if self._measured_at == round else []
+        """Return one row per client that trains if a round was evaluated, counted from 1."""
+        seen = [row for row in self.rows if "unseen" not in row]
+        return seen if self._measured_at == round else []
 
     def _measure(self, trainer: Trainer, round: int) -> dict[str, float]:
         """Evaluate all clients, write the table, and return the metrics to log."""
@@ -197,9 +210,12 @@ class PersonalizedEvaluation(Callback):
             names = trainer.datamodule.client_names  # type: ignore[attr-defined]
             write_table(path.parent / self.name, self.rows, names)
         return {
-            f"{kind}/{figure}": value
+            f"{prefix}{kind}/{figure}": value
+            for prefix in ("", "unseen_")
             for kind in KINDS
-            for figure, value in summary(self.rows, kind).items()
+            for figure, value in summary(
+                [row for row in self.rows if ("unseen" in row) == bool(prefix)], kind
+            ).items()
         }
 
     def _client_rows(self, trainer: Trainer, round: int) -> list[dict[str, float]]:

@@ -177,9 +177,9 @@ class RunReport(Callback):
         if self._folder is None or not _loop(trainer).rows:
             return
         names = data.client_names
-        columns: dict[str, list[Any]] = {} if names is None else {"name": names}
-        columns["train_samples"] = list(map(len, data.parts))  # of the whole stream
         clients = range(len(data.num_samples))
+        columns: dict[str, list[Any]] = {} if names is None else {"name": names[: len(clients)]}
+        columns["train_samples"] = list(map(len, data.parts))  # of the whole stream
         if self.history is not None:
             for name, counts in zip(("rounds", "dropped"), self.history.counts(), strict=True):
                 columns[name] = [counts[client] for client in clients]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -28,16 +27,17 @@ from lightning_fl.datamodules.batches import (
 from lightning_fl.datamodules.centralized import EpochBatches
 from lightning_fl.datamodules.classes import check_classes, with_classes
 from lightning_fl.datamodules.loader import Batches, Collate, Workers, round_loader
+from lightning_fl.datamodules.split_datamodule import SplitDataModule
 from lightning_fl.datamodules.splits import Split, split_samples
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, in_memory, subset
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.functional.randomness import run_seed, seeded_rng
-from lightning_fl.options import check_flag, check_integer, check_number
-from lightning_fl.partition import IID, Manifest, Partition
+from lightning_fl.options import check_flag, check_integer, check_number, is_list
+from lightning_fl.partition import IID, Partition
 from lightning_fl.runners.user_hooks import TRANSFER_HOOKS
 
 
-class FederatedDataModule(LightningDataModule):
+class FederatedDataModule(SplitDataModule):
     """Split map-style data sets over clients. Clients hold disjoint parts of ``train``.
 
     With a :class:`~lightning_fl.callbacks.FederatedLoop`, the training loader yields the batches of
@@ -52,8 +52,8 @@ class FederatedDataModule(LightningDataModule):
         test: Test samples.
         partition: Rule that splits ``train`` over clients; None means
             :class:`~lightning_fl.partition.IID`.
-        num_clients: Number of clients; None if the rule determines it (``Natural``,
-            ``FromManifest``).
+        num_clients: Number of clients, unseen ones included; None if the rule determines it
+            (``Natural``, ``FromManifest``).
         batch_size: Samples per local step; None means all samples of a client.
         val_size: Validation samples to hold out: a fraction of ``train`` or a number of samples; 0
             for none. The hold-out is stratified by label. With ``keys``, each client keeps at
@@ -61,6 +61,11 @@ class FederatedDataModule(LightningDataModule):
         local_test_size: Fraction of each client's samples, in [0, 1), to hold out as local test
             samples for :class:`~lightning_fl.callbacks.PersonalizedEvaluation`. The hold-out is
             stratified by label.
+        unseen_clients: Clients that never train, as a share of all clients in [0, 1), drawn by
+            ``seed``, or as a list of names (numbers as texts, if the clients have no names). Their
+            ids are the last ones. They count in ``num_clients`` and nowhere else: not in
+            ``num_samples``, ``parts`` and ``class_counts``. With ``keys``, no validation sample is
+            held out of them. A manifest with unseen clients replaces this option.
         stream_steps: Number of steps of a data stream. The samples of each client are divided at
             random into this number of parts, and each round trains on one part. After the last
             part, the stream starts again.
@@ -98,6 +103,8 @@ class FederatedDataModule(LightningDataModule):
         tensor([16, 16, 16, 16, 16])
     """
 
+    #: Whether clients have streams of samples, which training reads in order.
+    is_stream = False
     #: How to provide test samples, for error messages.
     test_remedy = "pass test="
     #: Number of random numbers that each training sample gets for augmentation. If it is positive,
@@ -115,6 +122,7 @@ class FederatedDataModule(LightningDataModule):
         *,
         val_size: int | float = 0.1,
         local_test_size: float = 0.0,
+        unseen_clients: float | Sequence[str] = 0.0,
         stream_steps: int = 1,
         labels: Sequence[int] | None = None,
         classes: Sequence[str] | None = None,
@@ -140,6 +148,10 @@ class FederatedDataModule(LightningDataModule):
         hint = "pass a fraction in [0, 1) or a number of samples"
         self.val_size = check_number("val_size", val_size, min=0, hint=hint)
         self.local_test_size = check_number("local_test_size", local_test_size, min=0, below=1)
+        if not is_list(unseen_clients):
+            hint = "pass a share of the clients, or a list of their names"
+            check_number("unseen_clients", unseen_clients, min=0, below=1, hint=hint)
+        self.unseen_clients = unseen_clients
         self.stream_steps = check_integer("stream_steps", stream_steps, min=1)
         self.labels, self.keys, self._classes = labels, keys, classes
         self.replacement = check_flag("replacement", replacement)
@@ -184,22 +196,6 @@ class FederatedDataModule(LightningDataModule):
     def from_hdf5(path: str, **options: Any) -> FederatedDataModule:
         """Read the clients of an HDF5 file of TensorFlow Federated; see :class:`FromHDF5`."""
         return kinds.FromHDF5(path, **options)
-
-    def _present(self, parts: list[Tensor]) -> None:
-        #: Training samples of each client in the current step of the stream.
-        self.present = parts
-        #: Number of samples in ``present``, ``[num_clients]``.
-        self.num_samples = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-
-    def repeat_client(self, count: int) -> None:
-        """Let clients 0 to ``count`` - 1 all have the samples of the only client.
-
-        A process that trains one client of a federation then finds its own samples under any id.
-        """
-        parts = self.parts[:1] * count
-        self.split = replace(self.split, names=[], parts=parts, stream_steps=[parts])
-        self.num_clients = count
-        self._present(parts)
 
     @property
     def trainer(self) -> Trainer | None:
@@ -254,6 +250,7 @@ class FederatedDataModule(LightningDataModule):
             keys=self.keys,
             val_size=self.val_size if self.val is None else 0,
             local_test_size=self.local_test_size,
+            unseen_clients=self.unseen_clients,
             stream_steps=self.stream_steps,
             seed=run_seed(self.seed),
             tests=self._own_tests,
@@ -262,7 +259,7 @@ class FederatedDataModule(LightningDataModule):
         # samples passed as val.
         if self.val is None and len(split.held_out):
             self.val = subset(train, split.held_out)
-        self.split, self.num_clients = split, len(split.parts)
+        self.split, self.num_clients = split, len(split.clients)
 
     def _prepared(self, data: Any, name: str) -> Any:
         return in_memory(with_classes(data, self._classes), name)
@@ -270,55 +267,6 @@ class FederatedDataModule(LightningDataModule):
     def _data_sets(self) -> list[tuple[str, Any]]:
         """Return names and data sets, whose labels must stand for the same classes."""
         return [("train", self.train), ("val", self.val), ("test", self.test)]
-
-    @property
-    def parts(self) -> list[Tensor]:
-        """Training samples of each client in the whole stream; empty before :meth:`setup`."""
-        return self.split.parts
-
-    @property
-    def local_tests(self) -> list[Tensor]:
-        """Local test samples of each client, disjoint from ``parts``; empty if there are none."""
-        return self.split.local_tests
-
-    @property
-    def client_names(self) -> list[str] | None:
-        """Name of each client, if the clients are given by the data; None before :meth:`setup`."""
-        return self.split.names or None
-
-    @property
-    def class_labels(self) -> Tensor | None:
-        """Label of each training sample, ``[n]``; None if labels are unknown."""
-        return self.split.labels
-
-    def advance(self, round: int) -> bool:
-        """Load the samples of a round, from 0, into ``present``; return whether rounds differ."""
-        if self.stream_steps == 1:
-            return False
-        self._present(self.split.stream_steps[round % self.stream_steps])
-        return True
-
-    @property
-    def class_counts(self) -> Tensor | None:
-        """Number of present samples of each client and class, ``[num_clients, classes]``.
-
-        None if the classes are unknown, or more than 100,000. Classes are integers from 0.
-        """
-        return self.split.class_counts(self.present)
-
-    @property
-    def checksum(self) -> str:
-        """Checksum of the split."""
-        return self.split.checksum
-
-    @property
-    def samples_checksum(self) -> str:
-        """Checksum of the labels of the training samples, as far as they are known."""
-        return self.split.samples
-
-    def manifest(self) -> Manifest:
-        """Return the manifest of the split: rule, parameters, seed, indices and class counts."""
-        return self.split.manifest(self.partition, len(self.train))
 
     # --- batches of clients -----------------------------------------------------------------------
 
@@ -330,6 +278,10 @@ class FederatedDataModule(LightningDataModule):
     def batches_per_epoch(self) -> Tensor:
         """Number of batches in one pass over each client's samples, ``[num_clients]``."""
         return self._batching.count(self.num_samples)
+
+    def batches_of(self, client: int) -> int:
+        """Return the number of batches in one pass over a client's samples, unseen or not."""
+        return int(self._batching.count(torch.tensor(len(self.present[client]))))
 
     @property
     def smallest_batch(self) -> Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_fl.datamodules.classes import with_classes
 from lightning_fl.datamodules.federated import FederatedDataModule
@@ -17,11 +20,23 @@ from lightning_fl.datamodules.splits import labels_of
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, check_map_style, sample_ids
 from lightning_fl.errors import FederationError
 from lightning_fl.files import short_repr
-from lightning_fl.options import is_list
+from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.options import check_integer, is_list
 from lightning_fl.partition import Natural
 
 #: A data set, or one for training and one for local tests.
 OneClient: TypeAlias = AnyDataset | tuple[AnyDataset, AnyDataset]
+#: Options that choose samples by index, which streams do not have: the value for streams, and what
+#: to do instead.
+BY_INDEX: dict[str, tuple[Any, str]] = {
+    "val_size": (0, "pass validation samples as val="),
+    "local_test_size": (0, "pass a pair of a stream and a test set for each client"),
+    "stream_steps": (1, "each client reads on from round to round"),
+    "replacement": (False, "draw the samples in the stream"),
+    "labels": (None, "rules and terms that need labels need map-style data sets"),
+    "_classes": (None, "number the classes in the stream"),
+    "num_workers": (0, "give DataLoader(stream, batch_size=None, num_workers=1) instead of stream"),
+}
 
 
 class FromClients(FederatedDataModule):
@@ -31,16 +46,30 @@ class FromClients(FederatedDataModule):
     except that tensors of ``TensorDataset`` objects with equal shapes are concatenated, which makes
     batches faster.
 
+    The data sets may be streams: each an ``IterableDataset``, or a ``DataLoader`` of one with
+    ``batch_size=None`` and workers. A stream has no length: ``num_samples`` is the number of
+    samples in a local epoch, and the weight of the client. Each client reads its stream in order
+    and goes on from round to round. A stream that ends starts again. Streams train in one process.
+
+    If all streams have the methods ``state_dict`` and ``load_state_dict``, as a
+    ``StatefulDataLoader`` of torchdata, a run resumes bit for bit. Vectorization, fine-tuning,
+    unseen clients and losses over all samples then read the next samples, and go back. Without
+    these methods, a stream is read once, for training, and all these are refused.
+
     Args:
-        clients: Map-style data sets by the name of their client, or in a sequence. A pair of data
-            sets, ``(train, test)``, has the local test samples of the client, too, for example
-            later ones of a time series. They replace those of ``local_test_size``.
+        clients: Data sets by the name of their client, or in a sequence: all map-style, or all
+            streams. A pair of data sets, ``(train, test)``, has the local test samples of the
+            client, too, for example later ones of a time series. They are map-style, and replace
+            those of ``local_test_size``.
+        num_samples: Number of samples of streams in a local epoch, for all or by the name of the
+            client; None for map-style data sets.
         options: Options of :class:`FederatedDataModule`, such as ``val``, ``test`` and
             ``batch_size``. Without ``val``, ``val_size`` of all training samples are held out.
 
     Raises:
         FederationError: If there is no client, a name is not a text, some clients have a test set
-            and others none, or a data set is empty, iterable-style or a tensor.
+            or a stream and others none, or a data set is empty or a tensor. If clients are streams,
+            for ``val_size`` and other options that choose samples by index.
 
     Example:
         >>> def hospital(n):
@@ -53,19 +82,56 @@ class FromClients(FederatedDataModule):
     """
 
     def __init__(
-        self, clients: Mapping[str, OneClient] | Sequence[OneClient], **options: Any
+        self,
+        clients: Mapping[str, OneClient] | Sequence[OneClient],
+        num_samples: int | Mapping[str, int] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(train=None, partition=Natural(), num_clients=None, keys=None, **options)
         pairs = _named(clients)
         self.clients = {name: data_sets[0] for name, data_sets in pairs.items()}
         #: Data sets of the clients, and then their test sets, if they have any.
         self._parts = [part for column in zip(*pairs.values(), strict=True) for part in column]
+        #: Whether the samples of clients are streams.
+        self.is_stream = any(map(_is_stream, self._parts))
+        self._sizes = self._checked_sizes(num_samples)
+
+    def _checked_sizes(self, given: int | Mapping[str, int] | None) -> list[int]:
+        """Return the number of samples of each stream; none for map-style data sets."""
+        if not self.is_stream and given is None:
+            return []
+        by_name: dict[str, Any] = dict.fromkeys(self.clients, given)
+        if isinstance(given, Mapping):
+            by_name = dict(given)
+        if not self.is_stream or by_name.keys() != self.clients.keys():
+            raise FederationError(
+                "num_samples is for clients that are streams: one number, or one for each of"
+                f" {short_repr(list(self.clients))}, got {given!r:.200}"
+            )
+        for option, (value, remedy) in BY_INDEX.items():
+            if getattr(self, option) != value and (option != "val_size" or self.val is None):
+                raise FederationError(
+                    f"{option.strip('_')} needs samples with an index, and the clients are streams:"
+                    f" set it to {value}, and {remedy}"
+                )
+        hint = "streams have no length"
+        return [check_integer("num_samples", by_name[n], min=1, hint=hint) for n in self.clients]
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load and split the data, and start streams from the beginning; see the base class."""
+        super().setup(stage)
+        if self.is_stream and stage == "fit":
+            self.train.load_state_dict()
 
     def load(self, train: bool) -> Any:
         """Return the samples of all clients, or the test samples."""
         if not train:
             return self.test
-        samples = joined(list(self.clients), [with_classes(x, self._classes) for x in self._parts])
+        if self.is_stream:
+            samples: Any = Streams(list(self.clients), self._parts, self._sizes)
+        else:
+            parts = [with_classes(part, self._classes) for part in self._parts]
+            samples = joined(list(self.clients), parts)
         sizes = [len(test) for test in self._parts[len(self.clients) :]]
         self._own_tests = list(torch.arange(len(samples) - sum(sizes), len(samples)).split(sizes))
         return samples
@@ -74,6 +140,43 @@ class FromClients(FederatedDataModule):
         kinds = ("client", "the test set of client")
         names = [f"{kind} {name!r}" for kind in kinds for name in self.clients]
         return [*zip(names, self._parts, strict=False), *super()._data_sets()]
+
+    # --- streams ----------------------------------------------------------------------------------
+
+    def _ahead(self, client: int, test: bool = False) -> AbstractContextManager[None]:
+        if not self.is_stream or test:
+            return nullcontext()
+        streams: Streams = self.train
+        return streams.ahead(int(self.present[client][0]))
+
+    def samples_of(self, client: int, test: bool = False) -> Iterator[Any]:
+        """Yield the samples of a client; of a stream the next ones, which are read again later."""
+        with self._ahead(client, test):
+            yield from super().samples_of(client, test)
+
+    def steps_of(self, client: int, generator: torch.Generator) -> Iterator[Any]:
+        """Yield training batches of a client; of a stream the next ones, which are read again."""
+        with self._ahead(client):
+            yield from super().steps_of(client, generator)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the round's batches; see the base class. Streams are read by one process."""
+        if self.is_stream and self._processes()[1] > 1:
+            raise FederationError(
+                "clients that are streams train in one process, because another one would not read"
+                " a stream on: set devices=1, or use map-style data sets"
+            )
+        return super().train_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of streams, for checkpoints."""
+        return self.train.state_dict() if isinstance(self.train, Streams) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the states of streams when a fit is resumed."""
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self.train.check_states("has no state with which a run could be resumed")
+            self.train.load_state_dict(state_dict)
 
 
 def _named(clients: Any) -> dict[str, tuple[Any, ...]]:
@@ -93,10 +196,19 @@ def _named(clients: Any) -> dict[str, tuple[Any, ...]]:
             )
         named[name] = data if isinstance(data, tuple) and len(data) == 2 else (data,)
         for part in named[name]:
-            check_map_style(part, f"the data set of client {name!r}")
+            if part is not named[name][0] or not _is_stream(part):
+                check_map_style(part, f"the data set of client {name!r}")
     if len({len(data_sets) for data_sets in named.values()}) > 1:
         raise FederationError("give each client a test set, (train, test), or give none to any")
+    if len({_is_stream(data_sets[0]) for data_sets in named.values()}) > 1:
+        raise FederationError("give each client a stream, or a map-style data set to all")
     return named
+
+
+def _is_stream(data: Any) -> bool:
+    return isinstance(data, IterableDataset) or (
+        isinstance(data, DataLoader) and data.batch_size is None
+    )
 
 
 class ByClient(Dataset[Any]):
@@ -172,3 +284,91 @@ def joined(names: Sequence[str], parts: Sequence[Any]) -> Any:
     samples.keys, samples.key_names = whole.keys, whole.key_names
     samples.indices = sample_ids(whole)
     return samples
+
+
+class Streams(ByClient):
+    """Streams of samples of clients, which are read in order, and test sets of clients.
+
+    Any index of a client's samples reads the next sample of its stream.
+
+    Args:
+        names: Names of the clients.
+        parts: Streams of the clients, and then their test sets, if they have any.
+        sizes: Number of samples of each stream in a local epoch.
+    """
+
+    def __init__(self, names: Sequence[str], parts: Sequence[Any], sizes: Sequence[int]) -> None:
+        super().__init__(names, [*sizes, *map(len, parts[len(sizes) :])])
+        self.streams, self.tests = list(parts[: len(sizes)]), list(parts[len(sizes) :])
+        self._readers: dict[int, Iterator[Any]] = {}
+        #: Names of the clients whose streams have no state: they are read once, for training.
+        self.once = [
+            name
+            for name, stream in zip(names, self.streams, strict=True)
+            if not (hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict"))
+        ]
+        self._first = self.state_dict()
+        with seeded_rng(0):
+            self._examples = [self._next(0), self._next(0)]
+        self.load_state_dict()
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one of the first two samples of the first client, as an example."""
+        return self._examples[index]
+
+    def samples_of(self, client: int, rows: list[int]) -> list[Any]:
+        """Return the next samples of a client, or samples of its test set."""
+        if (test := client - len(self.streams)) >= 0:
+            return [self.tests[test][row] for row in rows]
+        return [self._next(client) for _ in rows]
+
+    def _next(self, client: int) -> Any:
+        for _ in range(2):
+            if client not in self._readers:
+                self._readers[client] = iter(self.streams[client])
+            for sample in self._readers[client]:
+                return sample
+            del self._readers[client]  # it has ended, and starts again
+        raise FederationError(f"the stream of client {self.key_names[client]!r} has no samples")
+
+    @contextmanager
+    def ahead(self, index: int) -> Iterator[None]:
+        """Read on, and go back to where the stream of the client with a sample is now.
+
+        Args:
+            index: Index of the sample.
+
+        Raises:
+            FederationError: If a client has a stream without a state.
+        """
+        self.check_states("is read once, for training, and cannot be read ahead")
+        client = int(np.searchsorted(self.starts, index, side="right")) - 1
+        state = deepcopy(self.streams[client].state_dict())
+        try:
+            yield
+        finally:
+            self._go_to(client, state)
+
+    def check_states(self, why: str) -> None:
+        """Raise an error that gives a reason if a client has a stream without a state."""
+        if self.once:
+            raise FederationError(
+                f"the stream of client {self.once[0]!r} {why}: give it the methods state_dict and"
+                " load_state_dict, as a StatefulDataLoader of torchdata has them"
+            )
+
+    def _go_to(self, client: int, state: Any) -> None:
+        self._readers.pop(client, None)
+        if not self.once:
+            self.streams[client].load_state_dict(deepcopy(state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the stream of each client by name; None if it has none."""
+        streams = zip(self.key_names, self.streams, strict=True)
+        return {n: None if self.once else deepcopy(each.state_dict()) for n, each in streams}
+
+    def load_state_dict(self, states: Mapping[str, Any] | None = None) -> None:
+        """Restore the states of all streams; None starts them from the beginning."""
+        states = self._first if states is None else states
+        for client, name in enumerate(self.key_names):
+            self._go_to(client, states[name])

@@ -14,6 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from lightning_fl.datamodules.storage import keys_of, sample_ids
 from lightning_fl.errors import FederationError
+from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.partition import Manifest, Partition, checksum
 
@@ -27,11 +28,14 @@ class Split:
 
     Args:
         labels: Label of each training sample, ``[n]``; None if labels are unknown.
-        names: Name of each client, from the keys of its samples; empty if the rule ignores keys.
+        names: Name of each client, the unseen ones last, from the keys of its samples; empty if the
+            rule ignores keys.
         held_out: Samples that no client holds.
         parts: Training samples of each client.
-        local_tests: Local test samples of each client, disjoint from ``parts``; empty if there are
-            none.
+        unseen: Samples for fine-tuning of each client that never trains. Their ids follow those of
+            the clients that train.
+        local_tests: Local test samples of each client, the unseen ones last, disjoint from
+            ``parts`` and ``unseen``; empty if there are none.
         stream_steps: Training samples of each client in each step of the stream.
         seed: Seed of the split.
         samples: Checksum of the training samples; see :func:`samples_checksum`.
@@ -41,6 +45,7 @@ class Split:
     names: list[str] = field(default_factory=list)
     held_out: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     parts: list[Tensor] = field(default_factory=list)
+    unseen: list[Tensor] = field(default_factory=list)
     local_tests: list[Tensor] = field(default_factory=list)
     stream_steps: list[list[Tensor]] = field(default_factory=list)
     seed: int = 0
@@ -48,16 +53,17 @@ class Split:
 
     @property
     def clients(self) -> list[Tensor]:
-        """All samples of each client, including its local test samples."""
+        """All samples of each client, the unseen ones last, including local test samples."""
+        parts = [*self.parts, *self.unseen]
         if not self.local_tests:
-            return self.parts
-        pairs = zip(self.parts, self.local_tests, strict=True)
+            return parts
+        pairs = zip(parts, self.local_tests, strict=True)
         return [torch.cat(pair).sort().values for pair in pairs]
 
     @property
     def checksum(self) -> str:
         """Checksum of the split."""
-        return checksum([part for parts in self.stream_steps for part in parts])
+        return checksum([part for parts in (*self.stream_steps, self.unseen) for part in parts])
 
     def class_counts(self, parts: list[Tensor]) -> Tensor | None:
         """Return the number of samples of each client and class, ``[num_clients, classes]``.
@@ -85,7 +91,8 @@ class Split:
         """
         # Float labels stand for unknown classes.
         labels = torch.zeros(n) if self.labels is None else self.labels
-        return Manifest.of(rule, self.clients, labels, self.seed, self.local_tests)
+        tests, unseen = self.local_tests, len(self.unseen)
+        return Manifest.of(rule, self.clients, labels, self.seed, tests, unseen)
 
 
 def split_samples(
@@ -97,6 +104,7 @@ def split_samples(
     keys: Sequence[int | str] | None,
     val_size: int | float,
     local_test_size: float,
+    unseen_clients: float | Sequence[str],
     stream_steps: int,
     seed: int,
     tests: list[Tensor],
@@ -111,6 +119,7 @@ def split_samples(
         keys: Keys that replace those of the data set.
         val_size: Fraction or number of samples to hold out.
         local_test_size: Fraction of each client's samples to hold out as local test samples.
+        unseen_clients: Share or names of the clients that never train, unless the rule has some.
         stream_steps: Number of steps of the stream.
         seed: Seed of the split.
         tests: Local test samples of each client, the last samples of the data; empty lets the rule
@@ -137,15 +146,23 @@ def split_samples(
     kept = is_kept.nonzero()[:, 0]
     rows = rule(by, clients, generator(seed, RandomStream.PARTITION))
     names = [_name(by[part].unique(), key_names) for part in rows] if key_names else []
-    parts = [kept[part] for part in rows]
+    order, count = _unseen_last(rule, unseen_clients, names, len(rows), seed)
+    parts = [kept[rows[client]] for client in order]
+    names, tests = [names[i] for i in order if names], [tests[i] for i in order if tests]
+    if codes is not None:
+        for client in range(count, len(parts)):  # the server validates on no unseen client
+            theirs = torch.isin(codes[held], codes[parts[client]])
+            parts[client] = torch.cat([parts[client], held[theirs]]).sort().values
+            held = held[~theirs]
     if tests := tests or rule.local_tests():
         pairs = zip(parts, tests, strict=True)
         parts = [part[~torch.isin(part, test)] for part, test in pairs]
     else:
         parts, tests = _local_tests(parts, strata, local_test_size, seed)
     _check_apart(data, parts, [held, *tests])
+    parts, unseen = parts[:count], parts[count:]
     steps, samples = _in_steps(parts, stream_steps, seed), samples_checksum(data, classes)
-    return Split(classes, names, held, parts, tests, steps, seed, samples)
+    return Split(classes, names, held, parts, unseen, tests, steps, seed, samples)
 
 
 def _check_rule(rule: Partition, data: Any, has_keys: bool, has_classes: bool) -> None:
@@ -308,6 +325,31 @@ def _held_out(
             f" need at least one each: lower val_size to at most {len(free)} samples, or pass val"
         )
     return free[hold_out(labels[free], count, random)[1]]
+
+
+def _unseen_last(
+    rule: Partition, unseen: float | Sequence[str], names: list[str], count: int, seed: int
+) -> tuple[list[int], int]:
+    """Return the clients, those that never train last, and the number of those that train."""
+    if last := rule.unseen_clients():
+        return list(range(count)), count - last
+    if isinstance(unseen, float | int):
+        random = generator(seed, RandomStream.UNSEEN)
+        last = max(round(unseen * count), unseen > 0)
+        chosen = set(torch.randperm(count, generator=random)[:last].tolist())
+    else:
+        known = {name: i for i, name in enumerate(names or map(str, range(count)))}
+        if wrong := [name for name in unseen if name not in known]:
+            raise FederationError(
+                f"unseen_clients has {wrong[0]!r}, and the clients are"
+                f" {short_repr(list(known))}: name some of these, or give a share such as 0.2"
+            )
+        chosen = {known[name] for name in unseen}
+    if len(chosen) >= count:
+        raise FederationError(
+            f"unseen_clients={unseen} leaves none of {count} clients to train: lower it"
+        )
+    return sorted(range(count), key=lambda client: client in chosen), count - len(chosen)
 
 
 def _all_but_one(keys: Tensor, generator: torch.Generator) -> Tensor:

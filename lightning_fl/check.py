@@ -423,7 +423,7 @@ class _Change(pl.Callback):
             self._loop.seed = run_seed(data.seed)
             if self._fit.plain == "lightning":
                 trainer.limit_train_batches = steps
-        elif clients is not None and clients < data.num_clients:
+        elif clients is not None and clients < len(data.num_samples):
             number = min(clients, options.clients_per_round or clients)
             self._loop.options = replace(options, clients_per_round=number, client_fraction=None)
 

@@ -385,9 +385,9 @@ ROWS = {
         aggregator=QFedAvg(2.0),
         policy=Stragglers(0.5, Schedule(num_steps=4), drop=True),
     ),
-    "AFL, PersonalizedEvaluation": lambda root: row(
+    "AFL, PersonalizedEvaluation, unseen clients": lambda root: row(
         None,
-        samples(local_test_size=0.3, partition=Dirichlet(0.5, min_size=10)),
+        samples(local_test_size=0.3, partition=Dirichlet(0.5, min_size=10), unseen_clients=0.2),
         [PersonalizedEvaluation(steps=2, local_steps=2)],
         aggregator=AFL(0.1, output="average"),
     ),

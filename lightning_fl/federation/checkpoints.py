@@ -50,6 +50,7 @@ IN_WORDS = {
 REMEDIES = {
     "seed": "set seed_everything to the value in the checkpoint",
     "checksum": "restore the original data, partition options and seed",
+    "num_clients": "restore the original num_clients and unseen_clients of the data",
     "number of parameter tensors": "restore the original network and objective terms",
     "exchanged": "restore the network, and the parameters frozen at the start",
 }

@@ -199,7 +199,7 @@ def describe_non_finite(
     client: int,
     tensors: Mapping[str, Tensor],
     steps: Sequence[Mapping[str, Tensor]],
-    batches: Iterable[Any],
+    batches: Iterable[Any] | None,
 ) -> str:
     r"""Return sentences on an update with non-finite values: where they are, and where they began.
 
@@ -207,7 +207,7 @@ def describe_non_finite(
         client: Id of the client.
         tensors: What the client sends or keeps, by name.
         steps: The loss and its terms in the local steps of the client, as far as they are known.
-        batches: Training samples of the client.
+        batches: Training samples of the client; None if they cannot be read again.
 
     Example:
         >>> infinite, finite = torch.tensor(torch.inf), torch.tensor(5.0)
@@ -230,9 +230,12 @@ def describe_non_finite(
     loss = f"was {known}"
     if at < len(steps):
         loss = f"is not finite from local step {at + 1} on ({known})"
+    text += f"The loss of client {client} {loss}. "
+    if batches is None:
+        return text
     samples = (part for batch in batches for part in tree_leaves(batch) if isinstance(part, Tensor))
     are = "are" if all(part.isfinite().all() for part in samples) else "are not all"
-    return f"{text}The loss of client {client} {loss}. Its training samples {are} finite. "
+    return f"{text}Its training samples {are} finite. "
 
 
 def describe_causes(rows: Sequence[Mapping[str, Any]]) -> str:

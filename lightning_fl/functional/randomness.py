@@ -6,13 +6,14 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import Any
 
 import numpy as np
 import torch
 
 
+@unique
 class RandomStream(IntEnum):
     """Use of a random stream. Changing a value changes the results of all runs."""
 
@@ -45,6 +46,7 @@ class RandomStream(IntEnum):
     RANKS = 26
     AUGMENTATION = 27
     CLIENT_START = 28
+    UNSEEN = 29
 
 
 def derive_seed(seed: int, *key: int) -> int:

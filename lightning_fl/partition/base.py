@@ -93,6 +93,10 @@ class Partition(ABC):
         """Return the local test samples of each client; none lets the data module choose them."""
         return []
 
+    def unseen_clients(self) -> int:
+        """Return how many clients, the last ones, never train; 0 lets the data module choose."""
+        return 0
+
     def parameters(self) -> dict[str, Any]:
         """Return the arguments of the constructor by name."""
         return {name: vars(self)[name] for name in inspect.signature(type(self)).parameters}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, read_text, short_repr, write_atomically
+from lightning_fl.options import check_integer
 from lightning_fl.partition.base import Partition, fault_of
 
 FORMAT = "lightning_fl partition 1"
@@ -33,6 +34,7 @@ class Manifest:
         class_counts: Number of samples per class for each client; empty if labels are not integers.
         checksum: `checksum` of the clients and their local test samples.
         local_tests: Indices of the local test samples of each client; empty if there are none.
+        unseen_clients: How many of the clients, the last ones, never train.
 
     Example:
         >>> from lightning_fl.partition import ByLabel
@@ -51,6 +53,7 @@ class Manifest:
     class_counts: list[dict[int, int]]
     checksum: str
     local_tests: list[list[int]] = field(default_factory=list)
+    unseen_clients: int = 0
 
     @classmethod
     def of(
@@ -60,6 +63,7 @@ class Manifest:
         labels: Tensor,
         seed: int,
         local_tests: Sequence[Tensor] = (),
+        unseen_clients: int = 0,
     ) -> Manifest:
         """Record a split.
 
@@ -69,6 +73,7 @@ class Manifest:
             labels: Class of each sample, ``[N]``, even if the rule splits by keys.
             seed: Seed of the rule's generator.
             local_tests: Indices of the local test samples of each client, which are in ``parts``.
+            unseen_clients: How many of the clients, the last ones, never train.
         """
         return cls(
             rule=type(rule).__name__,
@@ -80,12 +85,14 @@ class Manifest:
             class_counts=_class_counts(parts, labels),
             checksum=checksum([*parts, *local_tests]),
             local_tests=[part.tolist() for part in local_tests],
+            unseen_clients=unseen_clients,
         )
 
     def write(self, path: str | Path) -> None:
         """Write the file atomically, one line per client."""
         fields = [f'"format": {json.dumps(FORMAT)}']
-        for name in ("rule", "parameters", "seed", "num_samples", "checksum"):
+        names = ("rule", "parameters", "seed", "num_samples", "checksum")
+        for name in (*names, *["unseen_clients"] * (self.unseen_clients > 0)):
             fields.append(f'"{name}": {json.dumps(vars(self)[name])}')
         for name in ("class_counts", "clients", "local_tests"):
             if rows := ",\n    ".join(json.dumps(row) for row in vars(self)[name]):
@@ -123,6 +130,7 @@ class Manifest:
         held = samples[: int(sizes[:count].sum())]
         if fault := fault_of(held, sizes[:count], int(self.num_samples)):
             raise FederationError(fault)
+        check_integer("unseen_clients", self.unseen_clients, min=0, max=count - 1)
         if _digest(samples, sizes) != self.checksum:
             raise FederationError("the indices were edited, since their checksum differs")
         if (rows := len(self.class_counts)) != count:
@@ -162,7 +170,7 @@ class FromManifest(Partition):
     """Reproduce the split of a manifest file, after a check that the file matches the data.
 
     Samples that belong to no client of the manifest are held out for the server's validation. Local
-    test samples are those of the manifest, if it has any.
+    test samples and unseen clients are those of the manifest, if it has any.
 
     Args:
         path: File written by `Manifest.write`. It is read when the data is split.
@@ -202,6 +210,10 @@ class FromManifest(Partition):
     def local_tests(self) -> list[Tensor]:
         """Return the local test samples of the clients of the manifest."""
         return [torch.tensor(test).long() for test in Manifest.read(self.path).local_tests]
+
+    def unseen_clients(self) -> int:
+        """Return the number of unseen clients of the manifest."""
+        return Manifest.read(self.path).unseen_clients
 
     def _check(self, what: str, theirs: int, ours: int) -> None:
         if theirs != ours:

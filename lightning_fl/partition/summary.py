@@ -36,7 +36,7 @@ def summary(
     Args:
         sizes: Number of samples of each client.
         counts: Number of samples of each client and class, ``[K, C]``; None if classes are unknown.
-        names: Names of the clients.
+        names: Names of the clients, and then of unseen ones, which are left out.
 
     Example:
         >>> import torch
@@ -48,7 +48,8 @@ def summary(
         classes per client  1 to 2, median 1.5
         label drift         0.17 to 0.50, mean 0.33 (0: as all samples; 1: no class in common)
     """
-    listed = ", ".join((names or [])[:5]) + ", ..." * (len(names or []) > 5)
+    names = list(names or ())[: len(sizes)]
+    listed = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
     rows = [
         ("clients", f"{len(sizes):,}" + f" ({listed})" * bool(listed)),
         ("samples", f"{sum(sizes):,}"),

@@ -49,7 +49,8 @@ def partition(run: Run) -> Section | None:
     """Describe the partition of the data; None if it is unknown."""
     if run.partition is None:
         return None
-    counts, sizes = run.partition.class_counts, run.sizes
+    sizes = run.sizes
+    counts = run.partition.class_counts[: len(sizes)]
     text = f"Seed {run.partition.seed}; samples per client: {span(sizes)}"
     if any(counts):
         text += f"; classes per client: {span([len(row) for row in counts if row])}"

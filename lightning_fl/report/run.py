@@ -168,8 +168,10 @@ class Run:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of samples of each client; empty if it is unknown."""
-        return [] if self.partition is None else list(map(len, self.partition.clients))
+        """Number of samples of each client that trains; empty if it is unknown."""
+        if (split := self.partition) is None:
+            return []
+        return list(map(len, split.clients))[: len(split.clients) - split.unseen_clients]
 
     def column(self, name: str) -> list[tuple[float, float]]:
         """Return rounds and values of a column, without missing values; NaN is non-finite."""
@@ -236,7 +238,9 @@ def read_run(folder: str | Path) -> Run:
     environment = read("environment.json", _json, {})
     config = read("config.yaml", config_values, {})
     partition = read("partition.json", Manifest.read, None)
-    num_clients = 0 if partition is None else len(partition.clients)
+    num_clients = 0
+    if partition is not None:
+        num_clients = len(partition.clients) - partition.unseen_clients
     return Run(
         name=_name(folder),
         rows=rows,

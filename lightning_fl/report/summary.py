@@ -110,7 +110,7 @@ def final_and_best(run: Run) -> tuple[float, float, int] | None:
 
 def client_scores(run: Run) -> tuple[str, dict[str, list[Row]]]:
     """Return the name of the evaluation samples, and the rows of clients by kind."""
-    table, samples = run.clients, "own test samples"
+    table, samples = [row for row in run.clients if "unseen" not in row], "own test samples"
     if not table:
         table = [{**r, "server": r["train_acc"]} for r in run.participation if "train_acc" in r]
         samples = "own training samples"
@@ -122,6 +122,17 @@ def client_scores(run: Run) -> tuple[str, dict[str, list[Row]]]:
 def client_metric(run: Run) -> str:
     """Return the name of the metric of clients."""
     return str(run.environment.get("client_metric") or "accuracy")
+
+
+def unseen_clients(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the scores of clients that never train, before and after fine-tuning."""
+    rows = [row for row in run.clients if "unseen" in row]
+    for kind in KINDS:
+        if found := summary(rows, kind):
+            of = f"{counted(len(rows), 'unseen client')}, {kind}"
+            yield f"{of} (worst tenth {number(found['worst'])})", number(found["mean"])
+        if "hurt" in found:
+            yield "unseen clients that fine-tuning made worse", f"{100 * found['hurt']:.0f} %"
 
 
 def worst_decile(run: Run) -> float:
@@ -221,6 +232,7 @@ def key_figures(run: Run) -> Iterator[tuple[str, str]]:
     samples, scores = client_scores(run)
     if "server" in scores:
         yield f"worst tenth of clients, {samples}", number(worst_decile(run))
+    yield from unseen_clients(run)
     if asked := total(run, "clients"):
         yield "updates dropped", f"{number(total(run, 'dropped'))} of {number(asked)}"
     up, down = total(run, "bytes_up"), total(run, "bytes_down")

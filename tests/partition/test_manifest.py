@@ -160,7 +160,9 @@ anything = st.recursive(
 )
 def test_a_file_with_one_wild_value_is_refused_or_harmless(name, where, value):
     rule, tests = ByLabel(), [torch.tensor([5]), torch.tensor([2, 4])]
-    original = Manifest.of(rule, rule(LABELS, 2, rng(5)), LABELS, seed=5, local_tests=tests)
+    original = Manifest.of(
+        rule, rule(LABELS, 2, rng(5)), LABELS, seed=5, local_tests=tests, unseen_clients=1
+    )
     original.write("fuzz.json")
     with open("fuzz.json", encoding="utf-8") as file:
         content = json.load(file)
