@@ -407,6 +407,13 @@ ROWS = {
         sampler=PoissonSampler(),
         clients_per_round=2,
     ),
+    "SecureAggregation, DPFedAvg": lambda root: row(
+        callbacks=[ClientFaults(dropout=0.3)],
+        aggregator=SecureAggregation(DPFedAvg(clip_norm=0.1, noise_by="clients"), bits=24),
+        update_transforms=[TopK(0.3)],
+        sampler=UniformSampler(),
+        clients_per_round=4,
+    ),
     "Staged, StagedPolicy": lambda root: row(
         aggregator=Staged([1], [ClusteredFL(9.0, 0.0, 0), FedControl()]),
         policy=StagedPolicy([1], [Schedule(lr=0.1), DiscreteGaussianReinforce(GRID)]),
@@ -520,7 +527,7 @@ ROWS = {
 LONG = (
     *("FedAdam, MOON, DiscreteGaussianReinforce", "FedPIDAvg, SpeechCommands", "FedMA"),
     *("ClusteredFL, RunReport", "Staged, StagedPolicy", "StreamingPFNM, a stream"),
-    *("DPFedAvg, PoissonSampler", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
+    *("DPFedAvg, PoissonSampler", "SecureAggregation, DPFedAvg", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
     *("PFedMe, batches that are weighted", "Adaptive, kept"),
 )

@@ -31,6 +31,7 @@ ON_PROCESSES = (
     "Gossip, a foreign module",
     "CoordinateMedian, Backdoor",
     "DPFedAvg, PoissonSampler",
+    "SecureAggregation, DPFedAvg",
     "FlexLoRA",
 )
 

@@ -257,7 +257,8 @@ class Fit:
         undo.callback(self._close)
         check_phases_of_terms(self.runner.module, self.runner.phases.is_trained)
         seed = self.progress.seed  # may differ from the seed at setup after a checkpoint was loaded
-        traffic = Traffic(self.runner.layout, self.options.update_transforms)
+        bits = self.options.aggregator.sent_bits
+        traffic = Traffic(self.runner.layout, self.options.update_transforms, bits)
         traffic.begin(self.runner.trained_mask())
         self.federation = replace(
             prepared.federation,

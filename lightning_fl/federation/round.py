@@ -88,7 +88,8 @@ class Round:
         #: The loss and its terms in each local step of the client in training.
         self._losses: list[dict[str, Tensor]] = []
         self._broadcast: Mapping[str, Tensor] = {}
-        self.traffic = fit.traffic = Traffic(fit.federation.known_layout, fit.memory.transforms)
+        layout, bits = fit.federation.known_layout, fit.aggregator.sent_bits
+        self.traffic = fit.traffic = Traffic(layout, fit.memory.transforms, bits)
         # Random numbers outside of client training depend on the seed and the round only.
         device = fit.module.device
         seed_rng(derive_seed(plan.seed, RandomStream.ROUND, plan.round), device)
