@@ -25,6 +25,7 @@ from lightning_fl.federation.checks import (
     check_network,
     check_phases_of_terms,
     check_policy,
+    check_private_steps,
     checked_optimizers,
 )
 from lightning_fl.federation.client_memory import ClientMemory
@@ -276,6 +277,7 @@ class Fit:
         self.aggregator.to(server.device).start(server)
         #: Client-side work of the aggregator in addition to training.
         self.parts = prepared.client_parts()
+        check_private_steps(self.runner.module, self.options, self.parts)
         self.schedulers = Schedulers(self.trainer, self.runner.optimizer_state)
         self.measures = Measures(self.trainer, self.data, seed, self.processes)
         self.memory = ClientMemory(
