@@ -522,7 +522,6 @@ ROWS = {
         text(), TopicText(3, 40, 8, 60, 20, num_clients=2, batch_size=4)
     ),
 }
-
 #: Rows with a state that only a third round shows; the others have two rounds.
 LONG = (
     *("FedAdam, MOON, DiscreteGaussianReinforce", "FedPIDAvg, SpeechCommands", "FedMA"),
@@ -538,3 +537,10 @@ NOT_VECTORIZED = {
     "a schedule that ends with the run": "overrides hooks that run per step",
     "CharLSTM": "Batching rule not implemented",
 }
+if find_spec("opacus"):
+    NOT_VECTORIZED["DPSGD"] = "boolean mask"
+    ROWS["DPSGD"] = lambda root: row(
+        DPSGD(nn.Linear(FEATURES, CLASSES), batch_size=6, delta=0.01, optimizer=SGD),
+        samples(batch_size=None),
+        clients_per_round=3,
+    )
