@@ -25,7 +25,7 @@ from lightning_fl.contracts.update import ServerState
 from lightning_fl.extras import imported
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.files import csv_text, write_atomically
-from lightning_fl.objectives.client_module import ClientModule
+from lightning_fl.objectives import ClientModule, SampleAccountant
 from lightning_fl.options import check_integer, describe
 from lightning_fl.partition import plot
 from lightning_fl.runners import ClientRunner, user_module
@@ -75,7 +75,8 @@ class RunReport(Callback):
     - ``participation.csv``: one row per client with its number of training samples, the number of
       rounds in which it was sampled, the number of its dropped updates, and ``train_acc``, the
       accuracy of the global model on its training samples. ``train_acc`` is omitted if there is a
-      :class:`PersonalizedEvaluation`, which uses test samples, or if the module does not classify;
+      :class:`PersonalizedEvaluation`, which uses test samples, or if the module does not classify.
+      With :class:`~lightning_fl.objectives.DPSGD`, ``sample_epsilon`` is the privacy loss;
     - ``client_losses.csv.gz``: one row for each client of a round, with its ``outcome``
       (``arrived``, or the cause of the drop), its ``loss``, and its ``score``. The loss is that of
       the model which the client received, in its first local step. The score is the column
@@ -186,6 +187,10 @@ class RunReport(Callback):
             write_atomically(self._folder / HISTORY, self.history.csv_gz())
         if not isinstance(accuracies, str):
             columns["train_acc"] = accuracies
+        for accountant in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(accountant, SampleAccountant):
+                lost = accountant.epsilons()
+                columns["sample_epsilon"] = [lost.get(client, 0.0) for client in clients]
         rows = zip(clients, *columns.values(), strict=True)
         write_atomically(self._folder / CLIENTS, csv_text(["client", *columns], rows))
 

@@ -445,6 +445,13 @@ ROWS = {
         sampler=PoissonSampler(),
         clients_per_round=2,
     ),
+    "SecureAggregation, DPFedAvg": lambda root: row(
+        callbacks=[ClientFaults(dropout=0.3)],
+        aggregator=SecureAggregation(DPFedAvg(clip_norm=0.1, noise_by="clients"), bits=24),
+        update_transforms=[TopK(0.3)],
+        sampler=UniformSampler(),
+        clients_per_round=4,
+    ),
     "Staged, StagedPolicy": lambda root: row(
         aggregator=Staged([1], [ClusteredFL(9.0, 0.0, 0), FedControl()]),
         policy=StagedPolicy([1], [Schedule(lr=0.1), DiscreteGaussianReinforce(GRID)]),
@@ -559,12 +566,11 @@ ROWS = {
         text(), TopicText(3, 40, 8, 60, 20, num_clients=2, batch_size=4)
     ),
 }
-
 #: Rows with a state that only a third round shows; the others have two rounds.
 LONG = (
     *("FedAdam, MOON, DiscreteGaussianReinforce", "FedPIDAvg, SpeechCommands", "FedMA"),
     *("ClusteredFL, RunReport", "Staged, StagedPolicy", "StreamingPFNM, a stream"),
-    *("DPFedAvg, PoissonSampler", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
+    *("DPFedAvg, PoissonSampler", "SecureAggregation, DPFedAvg", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
     *("PFedMe, batches that are weighted", "Adaptive, kept", "two optimizers, kept"),
 )
@@ -577,3 +583,10 @@ NOT_VECTORIZED = {
     "two optimizers, kept": "it optimizes manually",
     "accumulated gradients": "it accumulates gradients",
 }
+if find_spec("opacus"):
+    NOT_VECTORIZED["DPSGD"] = "boolean mask"
+    ROWS["DPSGD"] = lambda root: row(
+        DPSGD(nn.Linear(FEATURES, CLASSES), batch_size=6, delta=0.01, optimizer=SGD),
+        samples(batch_size=None),
+        clients_per_round=3,
+    )

@@ -31,6 +31,7 @@ ON_PROCESSES = (
     "Gossip, a foreign module",
     "CoordinateMedian, Backdoor",
     "DPFedAvg, PoissonSampler",
+    "SecureAggregation, DPFedAvg",
     "FlexLoRA",
 )
 
@@ -94,7 +95,7 @@ NOT_IN_THE_TABLE = {
     *("Augment", "Characters", "Clip", "Draws", "InMemory", "LogMel", "Relabel"),
     *("ImageDataModule", "Resized", "Words"),
     "Newsgroups",  # in memory, as TopicText
-    *("LoRA", "TimmModel"),  # with an extra
+    *("LoRA", "TimmModel", "DPSGD", "SampleAccountant"),  # with an extra
 }
 
 

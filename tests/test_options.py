@@ -134,7 +134,7 @@ BEYOND = {
     },
     "DPFedAvg": {
         "noise_multiplier": [-1.0], "clip_norm": [0.0], "delta": [1.0], "quantile": [1.5],
-        "clip_lr": [-1.0, 11.0],
+        "clip_lr": [-1.0, 11.0], "noise_by": ["both"],
     },
     "DiscreteGaussianReinforce": {
         "policy_lr": [-1.0], "precision": [0.0], "optimizer": ["rmsprop"], "window": [math.inf],
@@ -178,6 +178,7 @@ BEYOND = {
         "coefficient": [-1], "reduction": ["max"], "source": ["above"], "lr_factor": [0],
     },
     "Scaffold": {"option": ["III"], "lr": [0.0, math.inf], "weighting": ["size"]},
+    "SecureAggregation": {"clip": [0.0], "bits": [1, 54, 8.5], "max_weight": [0.0]},
     "Schedule": {
         "num_steps": [0, 1.5], "lr": [0, -0.1, math.inf], "local_epochs": [0],
         "decay": [0, math.inf],

@@ -30,6 +30,7 @@ from lightning_fl.aggregators.robust import (
     TrimmedMean,
 )
 from lightning_fl.aggregators.scaffold import Scaffold
+from lightning_fl.aggregators.secure_aggregation import SecureAggregation
 from lightning_fl.aggregators.staged import Staged
 from lightning_fl.aggregators.zero_padding import ZeroPadding
 
@@ -69,6 +70,7 @@ __all__ = [
     "QFedAvg",
     "RobustAggregator",
     "Scaffold",
+    "SecureAggregation",
     "Staged",
     "StreamingPFNM",
     "TrimmedMean",

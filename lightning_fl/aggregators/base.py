@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
+from torchmetrics.utilities.data import dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_fl.contracts.client_part import ClientPart
@@ -50,6 +51,9 @@ class Aggregator(Metric, ABC):
     needs_trained_mask = False
     #: Buffers that grow in a run, such as tables of clients; a checkpoint has larger ones.
     grown: ClassVar[tuple[str, ...]] = ()
+    #: Bits per value of updates that are sent in full, whatever the update transforms are. None:
+    #: as the transforms say.
+    sent_bits: int | None = None
     #: Description of the run. None outside a fit.
     federation: Federation | None = None
     server: Tensor
@@ -170,6 +174,16 @@ class Aggregator(Metric, ABC):
         Args:
             clients: Client updates.
         """
+
+    def not_sums(self) -> list[str]:
+        """Return the names of what the rule keeps of single clients, known after :meth:`allocate`.
+
+        It is empty for rules that need sums over the clients of a round only, those of
+        :meth:`add_sum` and :meth:`add_counts`.
+        """
+        is_sum = {n: self._reductions[n] is dim_zero_sum for n in self._defaults}
+        single = [n for n, first in self._defaults.items() if not is_sum[n] or len(first) != 1]
+        return [*single, *self.grown]
 
     def rejected(self, clients: Tensor) -> Mapping[int, str]:
         """Return the clients whose updates this rule does not accept, with the causes.

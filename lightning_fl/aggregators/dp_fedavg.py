@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -20,7 +20,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.privacy import clipped_update, epsilon, next_clip, noise_beside_a_count
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.summation import add_rows, sum_value
-from lightning_fl.options import check_number
+from lightning_fl.options import check_choice, check_number
 
 
 class DPFedAvg(FedOpt):
@@ -53,6 +53,15 @@ class DPFedAvg(FedOpt):
     model, of noise alone if no client returned. Policies that learn from reports of single clients
     are not allowed either.
 
+    With ``noise_by="clients"`` each client adds noise of variance :math:`z^2 C^2 / m` to its clipped
+    update, so that under :class:`SecureAggregation` nobody sees an update without noise. The sum has
+    the same distribution if all :math:`m` clients return. Noise of clients that drop out is missing:
+    with :math:`r` updates the round counts in epsilon with the noise multiplier
+    :math:`z \sqrt{r / m}`, and a round without updates releases nothing. Whether a client drops out
+    must not depend on its data, and a client without data still adds its noise. The analysis leaves
+    out that :class:`SecureAggregation` clips and rounds noisy updates before it adds them: choose a
+    range that clips none, and integers whose steps are much smaller than the noise.
+
     Args:
         noise_multiplier: Noise multiplier :math:`z`. 0 gives no privacy.
         clip_norm: Clipping norm :math:`C`. With a ``quantile``, the norm of the first round.
@@ -64,6 +73,8 @@ class DPFedAvg(FedOpt):
             :math:`m / 20`.
         optimizer: Function that creates the server optimizer, which takes one step per noisy mean.
             None means SGD with learning rate 1.
+        noise_by: Whether the ``server`` adds noise to the sum, or the ``clients`` to their updates.
+            The second one needs a known number of clients per round and no ``quantile``.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if clients would
@@ -95,8 +106,15 @@ class DPFedAvg(FedOpt):
         clip_lr: float = 0.2,
         count_noise: float | None = None,
         optimizer: OptimizerCallable | None = None,
+        noise_by: Literal["server", "clients"] = "server",
     ) -> None:
         super().__init__(optimizer, "uniform")
+        self.noise_by = check_choice("noise_by", noise_by, "server", "clients")
+        if quantile is not None and noise_by == "clients":
+            raise FederationError(
+                "the count of updates within the norm has no noise of clients: set quantile=None, or"
+                " noise_by='server'"
+            )
         self.noise_multiplier = float(check_number("noise_multiplier", noise_multiplier, min=0))
         self.clip_norm = float(check_number("clip_norm", clip_norm, above=0))
         self.delta = check_number("delta", delta, above=0, below=1, optional=True)
@@ -117,6 +135,11 @@ class DPFedAvg(FedOpt):
         name = type(self).__name__
         federation.refuse_stage(self, "the privacy loss of other stages would not be counted")
         check_run(name, federation)
+        if self.noise_by == "clients" and self._drawn.drawn == "poisson" and self._drawn.is_sampled:
+            raise FederationError(
+                f"{name}(noise_by='clients') divides the noise by the number of clients, which"
+                " PoissonSampler draws: use UniformSampler, or noise_by='server'"
+            )
 
     def check_metrics(self, of_clients: Collection[str]) -> None:
         """Raise an error if a callback, scheduler or policy monitors client metrics."""
@@ -162,9 +185,13 @@ class DPFedAvg(FedOpt):
         mask, norm = self._mask(), self._norm
         n = len(mask)
         # Row by row: a float64 copy of all would double the memory.
-        for row in clients.delta[:, :n]:
+        for client, row in zip(clients.clients.tolist(), clients.delta[:, :n], strict=True):
             # Frozen parameters that the module changes, such as a moving average, are not released.
             short, is_below = clipped_update(row.double() * mask, norm)
+            if self.noise_by == "clients":
+                share = self.noise_multiplier * norm / self._drawn.size**0.5
+                drawn = torch.randn(n, generator=self._random(client), dtype=torch.float64)
+                short += share * drawn.to(short) * mask
             buffers = clients.delta.shape[1] - n
             add_rows(self.total, functional.pad(short, (0, buffers))[None])
             self.below += is_below.double() - 0.5
@@ -176,19 +203,27 @@ class DPFedAvg(FedOpt):
             return self.trained
         return torch.ones_like(self.server[: self.num_parameters], dtype=torch.bool)
 
-    def compute(self) -> Tensor:
-        """Return the global model after one optimizer step with the noisy mean."""
-        size, noise, mask = self._drawn.size, self.noise_multiplier, self._mask()
+    def _random(self, *client: int) -> torch.Generator:
+        """Return the generator of the noise of a round, of the server or of a client."""
         # Runs with other options draw other noise, or it would cancel in the difference of models.
         key = hashlib.sha256(self.known_federation.configuration.encode()).digest()[:7]
         stream = RandomStream.NOISE, int(self.round), int.from_bytes(key, "big")
-        random = generator(self.known_federation.seed, *stream)
+        return generator(self.known_federation.seed, *stream, *client)
+
+    def compute(self) -> Tensor:
+        """Return the global model after one optimizer step with the noisy mean."""
+        size, noise, mask = self._drawn.size, self.noise_multiplier, self._mask()
+        random = self._random()
         if self.quantile is not None:
             noise = noise_beside_a_count(noise, self._count_noise)
-        deviation = noise * self._norm
-        drawn = torch.randn(len(mask), generator=random, dtype=torch.float64)
         total = sum_value(self.total)[: len(mask)]
-        mean = (total + deviation * drawn.to(total.device)) / size
+        if self.noise_by == "clients":
+            noise *= (int(self.weight) / size) ** 0.5  # which the sum has already
+        deviation = noise * self._norm
+        if self.noise_by == "server":
+            drawn = torch.randn(len(mask), generator=random, dtype=torch.float64)
+            total += deviation * drawn.to(total.device)
+        mean = total / size
         self.round_metrics = {"clip_norm": self._norm, "noise": deviation / size}
         if self.quantile is not None:
             count = float(torch.randn((), generator=random, dtype=torch.float64))
@@ -196,17 +231,18 @@ class DPFedAvg(FedOpt):
             below = 0.5 + (float(self.below) + count) / size
             self.clip.fill_(next_clip(self._norm, below, self.quantile, self.clip_lr))
         self.round += 1
-        self._pay()
+        self._pay(noise if self.noise_by == "clients" else self.noise_multiplier)
         # Buffers and parameters that are not trained stay.
         move = functional.pad(mean * mask.to(mean), (0, len(self.server) - len(mask)))
         return self._stepped(move[None], move)
 
-    def _pay(self) -> None:
-        """Add the round to the privacy ledger."""
-        noise, count = self.noise_multiplier, 0
-        if self.ledger and self.ledger[-1][0] == noise:
-            noise, count = self.ledger.pop()
-        self.ledger.append((noise, count + 1))
+    def _pay(self, noise: float) -> None:
+        """Add the round to the privacy ledger, unless no client has sent a noisy update."""
+        if self.noise_by == "server" or self.weight:
+            count = 0
+            if self.ledger and self.ledger[-1][0] == noise:
+                noise, count = self.ledger.pop()
+            self.ledger.append((noise, count + 1))
         self.round_metrics["epsilon"] = epsilon(self.ledger, self._delta, self._drawn)
         self.round_metrics["delta"] = self._delta
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.contracts.data import FederatedData
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.errors import FederationError, check_package
@@ -33,7 +34,7 @@ from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import replaced
-from lightning_fl.objectives import ClientModule
+from lightning_fl.objectives import DPSGD, ClientModule
 from lightning_fl.runners import flat
 from lightning_fl.runners.optimizer import optimizers_in, params_of
 from lightning_fl.runners.spectral_norm import spectral_norms
@@ -281,6 +282,20 @@ def check_network(trainer: Trainer, module: LightningModule, data: FederatedData
         raise FederationError(
             f"{type(module.net).__name__} has {scores.shape[1]} outputs, and the largest label is"
             f" {count - 1}: set {count} outputs, or number the classes from 0"
+        )
+
+
+def check_private_steps(
+    module: nn.Module, options: RunOptions, parts: Sequence[ClientPart]
+) -> None:
+    """Check that clients with DP-SGD send nothing without noise that the server uses."""
+    reads = options.policy.learns_from - {"val_loss"}
+    who = options.aggregator if parts else options.policy
+    if isinstance(module, DPSGD) and (parts or reads):
+        what = "adds to the work of clients" if parts else f"learns from {min(reads)}"
+        raise FederationError(
+            f"{type(who).__name__} {what}, which the privacy loss of {type(module).__name__} does"
+            " not cover: use a rule of updates only, such as FedAvg or FedAdam, and a Schedule"
         )
 
 

@@ -25,6 +25,7 @@ from lightning_fl.federation.checks import (
     check_network,
     check_phases_of_terms,
     check_policy,
+    check_private_steps,
     checked_optimizers,
 )
 from lightning_fl.federation.client_memory import ClientMemory
@@ -262,7 +263,8 @@ class Fit:
         undo.callback(self._close)
         check_phases_of_terms(self.runner.module, self.runner.phases.is_trained)
         seed = self.progress.seed  # may differ from the seed at setup after a checkpoint was loaded
-        traffic = Traffic(self.runner.layout, self.options.update_transforms)
+        bits = self.options.aggregator.sent_bits
+        traffic = Traffic(self.runner.layout, self.options.update_transforms, bits)
         traffic.begin(self.runner.trained_mask())
         self.federation = replace(
             prepared.federation,
@@ -280,6 +282,7 @@ class Fit:
         self.aggregator.to(server.device).start(server)
         #: Client-side work of the aggregator in addition to training.
         self.parts = prepared.client_parts()
+        check_private_steps(self.runner.module, self.options, self.parts)
         self.schedulers = Schedulers(self.trainer, self.runner.optimizer_state)
         self.measures = Measures(self.trainer, self.data, seed, self.processes)
         self.memory = ClientMemory(

@@ -88,7 +88,8 @@ class Round:
         self._broadcast: Mapping[str, Tensor] = {}
         #: First loss of each client, and the loss and its terms in each local step of one client.
         self._reported, self._losses = torch.empty(0), list[dict[str, Tensor]]()
-        self.traffic = fit.traffic = Traffic(fit.federation.known_layout, fit.memory.transforms)
+        layout, bits = fit.federation.known_layout, fit.aggregator.sent_bits
+        self.traffic = fit.traffic = Traffic(layout, fit.memory.transforms, bits)
         # Random numbers outside of client training depend on the seed and the round only.
         device = fit.module.device
         seed_rng(derive_seed(plan.seed, RandomStream.ROUND, plan.round), device)

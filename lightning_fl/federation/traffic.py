@@ -20,10 +20,13 @@ class Traffic:
     Args:
         layout: Layout of the exchanged tensors; known in a fit.
         transforms: Update transforms, which can reduce the size of updates.
+        bits: Bits per value of updates that are sent in full; None: as the transforms say.
     """
 
-    def __init__(self, layout: VectorLayout, transforms: Sequence[UpdateTransform]) -> None:
-        self._layout, self._transforms = layout, transforms
+    def __init__(
+        self, layout: VectorLayout, transforms: Sequence[UpdateTransform], bits: int | None = None
+    ) -> None:
+        self._layout, self._transforms, self._bits = layout, transforms, bits
         #: Slices of the frozen parameters in the vector.
         self._frozen: list[slice] = []
         self._num_trained = self._num_moved = self._extra_down = 0
@@ -102,5 +105,7 @@ class Traffic:
         message = Message(trained, 8 * each)
         for transform in self._transforms:
             message = transform.message(trained, message)
+        if self._bits is not None:
+            message = Message(trained, self._bits)
         up = message.bytes + rest + self.extra_up
         return up, trained * each + rest + self._extra_down

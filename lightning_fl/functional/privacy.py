@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from functools import partial
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_fl.contracts.plan import Cohort
@@ -172,6 +174,67 @@ def clipped_update(update: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     norm = update.norm()
     # A norm of 0 gives infinity, which is clamped to 1.
     return update * (clip / norm).clamp(max=1.0), norm <= clip
+
+
+def clipped_sum(gradients: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:
+    r"""Return :math:`\sum_i g_i \min(1, C / \|g_i\|)` of the gradients of samples.
+
+    Args:
+        gradients: Gradients by name, ``[samples, *shape]``; a norm is over all names.
+        clip: Clipping norm :math:`C`.
+
+    Example:
+        >>> clipped_sum({"w": torch.tensor([[3.0], [0.5]]), "b": torch.tensor([4.0, 0.0])}, 1.0)
+        {'w': tensor([1.1000]), 'b': tensor(0.8000)}
+    """
+    squares = [g.reshape(len(g), -1).double().square().sum(1) for g in gradients.values()]
+    scale = (clip / torch.stack(squares).sum(0).sqrt()).clamp(max=1.0)
+    return {name: torch.tensordot(scale.to(g), g, 1) for name, g in gradients.items()}
+
+
+def sample_epsilon(steps: Mapping[tuple[float, float], int], delta: float) -> float:
+    r"""Return :math:`\varepsilon` of DP-SGD steps with Poisson sampling, by Opacus' accountant.
+
+    The neighboring relation is to add or remove one sample.
+
+    Args:
+        steps: Number of steps by noise multiplier and sampling rate.
+        delta: :math:`\delta` of the guarantee.
+
+    Returns:
+        :math:`\varepsilon`. It is infinity if a step had no noise, and 0 without steps.
+
+    Raises:
+        FederationError: If Opacus is not installed.
+
+    Example:
+        >>> sample_epsilon({}, delta=1e-5)  # doctest: +SKIP
+        0.0
+        >>> round(sample_epsilon({(1.0, 0.1): 100}, delta=1e-5), 2)  # doctest: +SKIP
+        7.9
+    """
+    opacus: Any = imported("opacus.accountants", user="DPSGD", extra="privacy")
+    orders, losses = opacus.RDPAccountant.DEFAULT_ALPHAS, 0.0
+    for (noise, rate), count in steps.items():
+        if count and not noise:
+            return math.inf
+        losses = losses + count * _loss_of_step(noise, rate) if count else losses
+    if isinstance(losses, float):
+        return 0.0
+    with warnings.catch_warnings():  # of orders at the end of the list, which are bounds, too
+        warnings.simplefilter("ignore")
+        spent = opacus.analysis.rdp.get_privacy_spent(orders=orders, rdp=losses, delta=delta)
+    return float(spent[0])
+
+
+@cache
+def _loss_of_step(noise: float, rate: float) -> Any:
+    """Return the Renyi differential privacy of a step at Opacus' orders, which adds up."""
+    opacus: Any = imported("opacus.accountants", user="DPSGD", extra="privacy")
+    orders = opacus.RDPAccountant.DEFAULT_ALPHAS
+    return opacus.analysis.rdp.compute_rdp(
+        q=rate, noise_multiplier=noise, steps=1, orders=orders
+    )
 
 
 def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:

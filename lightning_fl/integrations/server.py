@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_fl import __version__
-from lightning_fl.aggregators import Aggregator, DPFedAvg
+from lightning_fl.aggregators import Aggregator, DPFedAvg, SecureAggregation
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.plan import RoundPlan, Step
 from lightning_fl.errors import FederationError
@@ -99,6 +99,8 @@ class RemoteServer(FederatedLoop):
             why = f"{rule.__name__} simulates the times at which updates arrive"
         elif isinstance(self.aggregator, DPFedAvg):
             why = "DPFedAvg draws its noise from the seed of the run, which the clients know"
+        elif isinstance(self.aggregator, SecureAggregation):
+            why = "SecureAggregation simulates what a server would not see, and this one sees it"
         elif wanted := sorted(self.policy.learns_from - {"client_losses"}):
             why = f"{policy.__name__} learns from {wanted[0]}, which the server does not have"
         if why is not None:

@@ -3,6 +3,7 @@
 from lightning_fl.objectives.apfl import APFL
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.objectives.ditto import Ditto
+from lightning_fl.objectives.dp_sgd import DPSGD, SampleAccountant
 from lightning_fl.objectives.entropy import EntropyRegularizer
 from lightning_fl.objectives.feddecorr import FedDecorr
 from lightning_fl.objectives.fedem import FedEM
@@ -22,6 +23,7 @@ from lightning_fl.objectives.weight_divergence import WeightDivergence
 
 __all__ = [
     "APFL",
+    "DPSGD",
     "MOON",
     "ClientModule",
     "Ditto",
@@ -39,6 +41,7 @@ __all__ = [
     "Proximal",
     "Recorder",
     "RepresentationMatching",
+    "SampleAccountant",
     "Term",
     "Trace",
     "WeightDivergence",

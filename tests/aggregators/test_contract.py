@@ -63,6 +63,7 @@ RULES = {
     "FlexLoRA": FlexLoRA,
     "ZeroPadding": lambda: ZeroPadding(weighting="norm"),
     "DPFedAvg": private,
+    "SecureAggregation": lambda: of_twenty(SecureAggregation(FedAvgM(), clip=9.0, max_weight=50.0)),
     "Staged": lambda: Staged([1], [FedAvg(), FedAdam()]),
 }
 every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)

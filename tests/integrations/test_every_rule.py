@@ -48,6 +48,7 @@ REFUSED = {
     "FedBuff": "simulates the times",
     "FedAsync": "simulates the times",
     "DPFedAvg": "draws its noise from the seed",
+    "SecureAggregation": "simulates what a server would not see",
     "PersonalizedPolicyGradient": "learns from",
     "AsynchronousSampler": "AsynchronousSampler",
 }
