@@ -125,6 +125,7 @@ PERSONALIZATION: Arms = {
         "--model.init_args.net.init_args.batch_norm=false",
     ),
     "Clustered": rule("ClusteredFL", eps1=0.2, eps2=0.4, warmup=5),
+    "FedAMP": (*rule("FedAMP", sigma=1.0, strength=0.5), *term("Proximal", mu=0.1)),
 }
 GROUPS: Arms = {
     "rotated images": ("--data.init_args.client_rotations=[0,90,180,270]",),
@@ -137,7 +138,7 @@ MODELS = {
     "FedAvg, fine-tuned": ("server", "personal"),
     "FedBABU": ("global", "personal"),
     **dict.fromkeys(
-        ("FedBN", "FedPer", "FedRep", "LG-FedAvg", "FedEM, 3 components", "Clustered"),
+        ("FedBN", "FedPer", "FedRep", "LG-FedAvg", "FedEM, 3 components", "Clustered", "FedAMP"),
         ("global", "server"),
     ),
     **dict.fromkeys(

@@ -386,6 +386,9 @@ ROWS = {
     "Gossip, a foreign module": lambda root: row(
         Foreign(), aggregator=Gossip("ring"), policy=Uneven()
     ),
+    "FedAMP, Proximal": lambda root: row(
+        module(Proximal(0.5)), aggregator=FedAMP(), policy=Uneven(), clients_per_round=3
+    ),
     "CoordinateMedian, Backdoor": lambda root: row(
         callbacks=[Backdoor([0, 2], target=1, boost=3.0), ClientFaults(dropout=0.2)],
         aggregator=CoordinateMedian(),
@@ -522,7 +525,7 @@ LONG = (
     *("ClusteredFL, RunReport", "Staged, StagedPolicy", "StreamingPFNM, a stream"),
     *("DPFedAvg, PoissonSampler", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
-    *("PFedMe, batches that are weighted", "Adaptive, kept"),
+    *("PFedMe, batches that are weighted", "Adaptive, kept", "FedAMP, Proximal"),
 )
 #: Rows that cannot be vectorized, with the reason that is given.
 NOT_VECTORIZED = {
