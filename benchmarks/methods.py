@@ -118,6 +118,7 @@ PERSONALIZATION: Arms = {
         "--federation.optimizer_state=keep",
     ),
     "APFL, alpha = 0.5": term("APFL", alpha=0.5),
+    "Fed-RoD": term("FedRoD", gamma=1.0),
     "Per-FedAvg": ("--model=PerFedAvg", "--model.init_args.inner_lr=0.01"),
     "FedEM, 3 components": (  # which does not support BatchNorm
         "--model=FedEM",
@@ -142,7 +143,8 @@ MODELS = {
         ("global", "server"),
     ),
     **dict.fromkeys(
-        ("Ditto, strength = 0.1", "pFedMe", "APFL, alpha = 0.5", "Per-FedAvg"), ("server", "kept")
+        ("Ditto, strength = 0.1", "pFedMe", "APFL, alpha = 0.5", "Per-FedAvg", "Fed-RoD"),
+        ("server", "kept"),
     ),
 }
 

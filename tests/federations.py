@@ -334,6 +334,9 @@ ROWS = {
         module(FedRS(0.5), FedDecorr()),
         policy=PersonalizedPolicyGradient([{"alpha": 0.2}, {"alpha": 0.8}]),
     ),
+    "FedRoD, clients with uneven work": lambda root: row(
+        module(FedRoD()), samples(batch_size=7), policy=Uneven(), clients_per_round=3
+    ),
     "FedSAM, PowerOfChoice": lambda root: row(
         FedSAM(nn.Linear(FEATURES, CLASSES), adaptive=True, optimizer=SGD),
         aggregator=PowerOfChoice(),
@@ -526,6 +529,7 @@ LONG = (
     *("DPFedAvg, PoissonSampler", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
     *("PFedMe, batches that are weighted", "Adaptive, kept", "FedAMP, Proximal"),
+    "FedRoD, clients with uneven work",
 )
 #: Rows that cannot be vectorized, with the reason that is given.
 NOT_VECTORIZED = {

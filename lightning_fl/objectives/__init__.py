@@ -8,6 +8,7 @@ from lightning_fl.objectives.feddecorr import FedDecorr
 from lightning_fl.objectives.fedem import FedEM
 from lightning_fl.objectives.fedlc import FedLC
 from lightning_fl.objectives.fedntd import FedNTD
+from lightning_fl.objectives.fedrod import FedRoD
 from lightning_fl.objectives.fedrs import FedRS
 from lightning_fl.objectives.fedsam import FedSAM
 from lightning_fl.objectives.local_network import LocalNetwork
@@ -31,6 +32,7 @@ __all__ = [
     "FedLC",
     "FedNTD",
     "FedRS",
+    "FedRoD",
     "FedSAM",
     "LocalNetwork",
     "ModelView",
