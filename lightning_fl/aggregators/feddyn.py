@@ -167,7 +167,7 @@ class DynamicRegularizer(ClientPart):
             alphas *= broadcast["mean_samples"].cpu() / client.num_samples
         self._alphas = alphas = alphas.to(gradient.device)
         linear = layout.split(gradient)
-        start = layout.split(client.start_model[:, : gradient.shape[1]])
+        start = layout.split(client.received[:, : gradient.shape[1]])
         client.add_to_gradients(
             lambda params, gradients: {
                 name: dynamic_term(param, start[name], linear[name], alphas)

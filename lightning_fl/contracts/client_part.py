@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +16,13 @@ from lightning_fl.errors import FederationError
 #: Maps the stacked parameters of the clients in training and their gradients, ``[k, *shape]`` by
 #: name, to values that are added to the gradients.
 GradientTerm = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
-#: Function that evaluates the clients in training on all their training samples.
-Measure = Callable[[], Tensor]
+
+
+class Losses(Protocol):
+    """Function that evaluates the clients in training on all their training samples."""
+
+    def __call__(self, models: Tensor | None = None) -> Tensor:
+        """Return the losses of the clients' own models, or of others, ``[k, P]``."""
 
 
 @dataclass
@@ -32,17 +37,26 @@ class ClientContext:
         clients: Ids of the clients, ``[k]``.
         num_samples: Number of training samples per client, ``[k]``.
         num_steps: Number of local steps per client in this round, ``[k]``.
-        start_model: Models from which the clients start, ``[k, P]``, with buffers.
+        received: Models that the clients received, ``[k, P]``, with buffers. They start from them.
         trained: Mask of the trained parameters, ``[num_parameters]``; None means all.
         add_to_gradients: Adds a term to the gradients in every local step of these clients in this
             round, after gradient clipping and before the update of the optimizer. A term maps
             stacked parameters and their gradients by name, ``[k, *shape]``, to values of the same
             shapes by name; names may be omitted.
+        num_batches: Number of training batches per local epoch of each client, ``[k]``.
+        start_from: Lets the clients start from other models, ``[k, P]``, which :meth:`ClientPart.
+            start` may call. Tensors that stay with the clients do not change, and an update is
+            still the local model minus the received model.
         mean_losses: Returns the mean loss of each client's model on all its training samples,
-            ``[k]``. Runs one pass over the samples in evaluation mode. The module must have a
-            method ``federated_losses(batch)`` that returns the loss of each sample.
+            ``[k]``, or of the models that it is given, ``[k, P]``. Runs one pass over the samples
+            in evaluation mode. The module must have a method ``federated_losses(batch)`` that
+            returns the loss of each sample.
         mean_gradients: Returns the gradient of ``mean_losses`` at each client's model,
             ``[k, num_parameters]`` in float64. The gradient of frozen parameters is 0.
+        batch_gradients: Returns the gradient of the mean loss of the next training batch of each
+            client, at the models that it is given, ``[k, P]``; as ``mean_gradients``. The batches
+            are drawn and shuffled as in local training, without end, from a stream of their own
+            that begins anew in each round.
     """
 
     federation: Federation
@@ -50,12 +64,15 @@ class ClientContext:
     clients: Tensor
     num_samples: Tensor
     num_steps: Tensor
-    start_model: Tensor
+    received: Tensor
     trained: Tensor | None
+    num_batches: Tensor
     add_to_gradients: Callable[[GradientTerm], None]
-    mean_losses: Measure
-    mean_gradients: Measure
-    #: Local models minus the models from which the clients started, ``[k, P]``. Available after
+    start_from: Callable[[Tensor], None]
+    mean_losses: Losses
+    mean_gradients: Callable[[], Tensor]
+    batch_gradients: Callable[[Tensor], Tensor]
+    #: Local models minus the models that the clients received, ``[k, P]``. Available after
     #: training. Includes buffers; attacks and update transforms are not applied yet.
     delta: Tensor = field(init=False)
     #: Mean learning rate over the local steps of each client, ``[k]`` in float64. Available after

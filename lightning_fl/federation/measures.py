@@ -16,6 +16,7 @@ from lightning_fl.federation.processes import Processes
 from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
 from lightning_fl.runners.base import ClientRunner
 from lightning_fl.runners.local_step import gradients_of
+from lightning_fl.runners.starts import at_model
 from lightning_fl.runners.tensors import flat
 
 
@@ -110,13 +111,20 @@ class Measures:
         self._trainer, self._data, self._seed = trainer, data, seed
         self._processes = processes
 
-    def client_losses(self, runner: ClientRunner, clients: Sequence[int], round: int) -> Tensor:
+    def client_losses(
+        self,
+        runner: ClientRunner,
+        clients: Sequence[int],
+        round: int,
+        models: Tensor | None = None,
+    ) -> Tensor:
         """Return the mean loss of the model of each client on all its training samples.
 
         Args:
             runner: Runner of these clients.
             clients: Ids of the clients, in the order of the runner.
             round: Index of the round.
+            models: Models to evaluate instead, ``[k, P]``.
 
         Returns:
             Losses, ``[k]``, the same on processes that share samples.
@@ -124,7 +132,7 @@ class Measures:
         means = []
         for row, client in enumerate(clients):
             seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round, client)
-            with runner.client(row):
+            with at_model(runner, row, None if models is None else models[row]):
                 parts = evaluate(
                     self._trainer,
                     runner.module,
@@ -175,6 +183,34 @@ class Measures:
             with runner.client(row):
                 rows.append(self._gradient(runner, self._data.samples_of(client), seed))
         return self._processes.same(torch.stack(rows))
+
+    def batch_gradients(
+        self, runner: ClientRunner, clients: Sequence[int], round: int
+    ) -> Callable[[Tensor], Tensor]:
+        """Return a function of models, ``[k, P]``, that evaluates them on each client's next batch.
+
+        Args:
+            runner: Runner of these clients.
+            clients: Ids of the clients, in the order of the runner.
+            round: Index of the round.
+
+        Returns:
+            Function that returns gradients as :meth:`client_gradients`, of one training batch each.
+        """
+        streams = list[tuple[Iterator[Any], int]]()
+
+        def evaluated(models: Tensor) -> Tensor:
+            for client in () if streams else clients:
+                seed = derive_seed(self._seed, RandomStream.CLIENT_START, round, client)
+                generator = torch.Generator().manual_seed(seed)
+                streams.append((self._data.steps_of(client, generator), seed))
+            rows = []
+            for row, (stream, seed) in enumerate(streams):
+                with at_model(runner, row, models[row]):
+                    rows.append(self._gradient(runner, [next(stream)], seed))
+            return self._processes.same(torch.stack(rows))
+
+        return evaluated
 
     def _gradient(self, runner: ClientRunner, batches: Iterable[Any], seed: int) -> Tensor:
         """Return the gradient of the mean loss of the module, ``[num_parameters]``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from lightning_fl.hooks import call_hook
 from lightning_fl.options import describe
 from lightning_fl.runners.optimizer import Options, params_of
 from lightning_fl.runners.sequential import SequentialRunner
+from lightning_fl.runners.starts import start_from
 from lightning_fl.runners.step_module import StepModule
 
 
@@ -63,7 +65,7 @@ class Round:
         fit.progress.table.begin(fit.trainer.callback_metrics)
         #: State before any hook of the round, restored if the round is abandoned.
         self.before, self.schedule_before = fit.runner.read(), fit.schedulers.read()
-        #: Model state of the server, and the state from which the clients in training started.
+        #: Model state of the server, and the state that the clients in training received.
         self.server = self.start = self.before
         self.results = Results(self.before.counters, self.schedule_before)
         #: Whether too few updates returned, so that the global model is unchanged.
@@ -81,13 +83,11 @@ class Round:
         self._schedule = self.schedule_before
         #: Options that schedulers have set at the end of the round.
         self._by_rounds: Options = []
-        #: Lightning's count of steps at the start of the client.
-        self._steps_at_start = 0
+        self._steps_at_start = 0  # Lightning's count at the start of the client
         self._client: ClientContext | None = None
-        self._reported = torch.empty(0)
-        #: The loss and its terms in each local step of the client in training.
-        self._losses: list[dict[str, Tensor]] = []
         self._broadcast: Mapping[str, Tensor] = {}
+        #: First loss of each client, and the loss and its terms in each local step of one client.
+        self._reported, self._losses = torch.empty(0), list[dict[str, Tensor]]()
         self.traffic = fit.traffic = Traffic(fit.federation.known_layout, fit.memory.transforms)
         # Random numbers outside of client training depend on the seed and the round only.
         device = fit.module.device
@@ -198,19 +198,22 @@ class Round:
 
     def _context(self, step: Step) -> ClientContext:
         fit, rows = self.fit, list(step.rows)
-        clients, round = self.plan.clients[rows], self.plan.round
-        ids = clients.tolist()
+        clients, measures = self.plan.clients[rows], fit.measures
+        own = fit.runner, clients.tolist(), self.plan.round
         return ClientContext(
             fit.federation,
-            round,
+            self.plan.round,
             clients,
             fit.planner.num_samples[clients],
             self.plan.num_steps[rows],
             self.start.vector,
             self.trained,
+            fit.data.batches_per_epoch[clients],
             fit.runner.add_to_gradients,
-            mean_losses=lambda: fit.measures.client_losses(fit.runner, ids, round),
-            mean_gradients=lambda: fit.measures.client_gradients(fit.runner, ids, round),
+            partial(start_from, fit.runner),
+            mean_losses=partial(measures.client_losses, *own),
+            mean_gradients=partial(measures.client_gradients, *own),
+            batch_gradients=measures.batch_gradients(*own),
         )
 
     def step_schedulers(self, step: Callable[[], None]) -> None:

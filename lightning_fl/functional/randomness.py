@@ -44,6 +44,7 @@ class RandomStream(IntEnum):
     BACKDOOR = 25
     RANKS = 26
     AUGMENTATION = 27
+    CLIENT_START = 28
 
 
 def derive_seed(seed: int, *key: int) -> int:

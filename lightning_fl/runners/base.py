@@ -20,12 +20,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.runners.constants import Constants
 from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.local_tensors import named_local_tensors
-from lightning_fl.runners.optimizer import (
-    ClientOptimizer,
-    Rows,
-    around_steps,
-    params_of,
-)
+from lightning_fl.runners.optimizer import ClientOptimizer, Rows, around_steps, params_of
 from lightning_fl.runners.phases import PhasedTraining, trained_in_phases
 from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.runners.tensors import (
@@ -262,6 +257,9 @@ class ClientRunner(ABC):
             FederationError: If a client's learning rate differs from the optimizer's, and the
                 optimizer's is 0 or missing.
         """
+
+    def note_start(self) -> None:  # noqa: B027  # clients elsewhere start there
+        """Record where the clients start from, for modules that ask for it."""
 
     @abstractmethod
     def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:

@@ -38,6 +38,12 @@ class SequentialRunner(ClientRunner):
         if learned:
             self.optimizer_state.load(learned)
 
+    def note_start(self) -> None:
+        """Record where the client starts from; see :meth:`ClientRunner.note_start`."""
+        if self.tensors.wants_start:
+            moved = {name: p.detach().clone() for name, p in self.shared.items()}
+            vars(self.module)[GLOBAL_PARAMETERS] = vars(self.module)[GLOBAL_PARAMETERS] | moved
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check what the optimizer trains, too; see :meth:`ClientRunner.check_optimizer`."""
         super().check_optimizer(optimizer)

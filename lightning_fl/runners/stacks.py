@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,6 +99,13 @@ class Stacks:
                 name: (param.detach()[0] if is_shared else param.detach()).clone()
                 for name, param in self.params.items()
             }
+
+    def note_start(self, names: Iterable[str]) -> None:
+        """Record parameters that clients start from once more, which now differ between them."""
+        if self.fixed and self.fixed_is_shared:
+            self.fixed = {n: t.expand(self.count, *t.shape).clone() for n, t in self.fixed.items()}
+            self.fixed_is_shared = False
+        self.fixed.update({n: self.params[n].detach().clone() for n in names if n in self.fixed})
 
     def follow_module(self) -> None:
         """Train the parameters that the module trains, which hooks may change."""

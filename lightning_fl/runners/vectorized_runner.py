@@ -135,6 +135,10 @@ class VectorizedRunner(ClientRunner):
         for name in self.restored_first if self.stacks.fixed else ():
             self.stacks.fixed[name] = self.stacks.params[name].detach().clone()
 
+    def note_start(self) -> None:
+        """Record where the clients start from; see :meth:`ClientRunner.note_start`."""
+        self.stacks.note_start(self.shared)
+
     def _set_rates(self, lr: Sequence[float], like: Tensor) -> None:
         """Set the clients' learning rates: one for all, or one per client."""
         ratios = self._ratios(lr)

@@ -8,10 +8,11 @@ from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.client_part import ClientPart, MeanLosses
 from lightning_fl.federation.results import is_finite
+from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
-SIZE = 21  # parameters of the module
+SIZE, LR = 21, 0.1  # parameters of the module, learning rate
 
 
 class Noting(ClientPart):
@@ -65,9 +66,18 @@ class Uneven(Schedule):
         return {"num_steps": 1 + clients % 3, "lr": 0.1 * (1 + clients.double())}
 
 
-def module(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)):
+def module(optimizer=lambda p: torch.optim.SGD(p, lr=LR), terms=()):
     torch.manual_seed(0)
-    return ClientModule(torch.nn.Linear(6, 3), optimizer=optimizer).double()
+    return ClientModule(torch.nn.Linear(6, 3), terms=terms, optimizer=optimizer).double()
+
+
+def loss_of(vector, samples, client):
+    """The mean loss of a linear model on all samples of a client, and its gradient."""
+    vector = vector.clone().requires_grad_()
+    weight, bias = vector[:18].view(3, 6), vector[18:]
+    x, y = (t[samples.parts[client]] for t in samples.train.tensors)
+    loss = torch.nn.functional.cross_entropy(x @ weight.T + bias, y)
+    return loss.detach(), torch.autograd.grad(loss, vector)[0]
 
 
 def run(fit, data, part, group_size=None, rounds=3, make=module, policy=None, **options):
@@ -213,6 +223,94 @@ def test_mean_losses_and_gradients_are_those_of_all_samples(fit, data, group_siz
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
         expected = torch.cat([g.flatten() for g in grads])
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_clients_start_from_other_models(fit, data, group_size):
+    """One local step from the other model, with a term that is 0 there."""
+    found = {}
+
+    class Moving(ClientPart):
+        def start(self, client, memory, broadcast):
+            self.shift = torch.stack([torch.arange(SIZE) * 0.01 * (1 + c) for c in client.clients])
+            models = client.received + self.shift
+            self.seen = client.mean_losses(models), client.batch_gradients(models)
+            self.before = client.mean_losses()
+            client.start_from(models)
+
+        def end(self, client, memory):
+            for row, c in enumerate(client.clients.tolist()):
+                seen = *(each[row] for each in self.seen), self.before[row]
+                found[c] = self.shift[row], client.delta[row].clone(), *seen
+            return {}
+
+    samples = data(batch_size=1000)
+    made = module(terms=[Proximal(mu=10.0)])
+    start = torch.nn.utils.parameters_to_vector(made.parameters()).detach().clone()
+    user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
+    fit(user, FederatedLoop(Rule(Moving()), Schedule(num_steps=1), seed=1), samples, rounds=1)
+    assert len(found) == 4
+    for client, (shift, delta, loss, batch_gradient, before) in found.items():
+        expected, gradient = loss_of(start + shift, samples, client)
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(before, loss_of(start, samples, client)[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(delta, shift - LR * gradient, rtol=0, atol=1e-12)
+        torch.testing.assert_close(batch_gradient, gradient, rtol=0, atol=1e-12)
+
+
+def test_batches_before_the_first_step_have_a_stream_of_their_own(fit, data):
+    """Each call has the next batch; the batches differ between rounds, and steps are as before."""
+    seen = []
+
+    class Reading(ClientPart):
+        def start(self, client, memory, broadcast):
+            if client.clients.tolist() == [0]:
+                for _ in range(2 * int(client.num_batches)):
+                    seen.append(client.batch_gradients(torch.zeros_like(client.received))[0])
+
+        def end(self, client, memory):
+            return {}
+
+    def train(part):
+        made = module()
+        samples = data(batch_size=2)
+        fit(made, FederatedLoop(Rule(part), Schedule(num_steps=2), seed=1), samples, rounds=2)
+        return samples, torch.nn.utils.parameters_to_vector(made.parameters())
+
+    samples, trained = train(Reading())
+    _, expected = train(Noting())
+    assert torch.equal(trained, expected)
+    per_round = len(seen) // 2
+    per_epoch = per_round // 2
+    assert per_epoch > 1
+    _, whole = loss_of(torch.zeros(SIZE, dtype=torch.float64), samples, 0)
+    for first in range(0, len(seen), per_epoch):
+        mean = torch.stack(seen[first : first + per_epoch]).mean(0)
+        torch.testing.assert_close(mean, whole, rtol=0, atol=1e-12)
+    assert not any(torch.equal(a, b) for a, b in zip(seen, seen[per_round:], strict=False))
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_buffers_that_stay_with_clients_stay_at_a_start(fit, data, group_size):
+    found = {}
+
+    class Moving(ClientPart):
+        def start(self, client, memory, broadcast):
+            client.start_from(torch.zeros_like(client.received))
+
+        def end(self, client, memory):
+            for row, c in enumerate(client.clients.tolist()):
+                found[c] = client.delta[row] + client.received[row]
+            return {}
+
+    net = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
+    made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).double()
+    user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
+    loop = FederatedLoop(Rule(Moving()), Schedule(num_steps=1), seed=1, buffers="local")
+    fit(user, loop, data(), rounds=1)
+    for model in found.values():
+        assert (model[:30] == 0).all()  # parameters and running means
+        torch.testing.assert_close(model[30:], torch.full((3,), 0.9).double())  # from 1, not 0
 
 
 def test_mean_gradients_of_a_sparse_layer(fit, data):
