@@ -119,6 +119,11 @@ PERSONALIZATION: Arms = {
     ),
     "APFL, alpha = 0.5": term("APFL", alpha=0.5),
     "Fed-RoD": term("FedRoD", gamma=1.0),
+    "FedProto": (
+        *term("FedProto", strength=1.0),
+        *rule("FedAvg", weighting="uniform"),
+        *local("net.*"),
+    ),
     "Per-FedAvg": ("--model=PerFedAvg", "--model.init_args.inner_lr=0.01"),
     "FedEM, 3 components": (  # which does not support BatchNorm
         "--model=FedEM",
@@ -139,7 +144,10 @@ MODELS = {
     "FedAvg, fine-tuned": ("server", "personal"),
     "FedBABU": ("global", "personal"),
     **dict.fromkeys(
-        ("FedBN", "FedPer", "FedRep", "LG-FedAvg", "FedEM, 3 components", "Clustered", "FedAMP"),
+        (
+            *("FedBN", "FedPer", "FedRep", "LG-FedAvg", "FedProto", "FedEM, 3 components"),
+            *("Clustered", "FedAMP"),
+        ),
         ("global", "server"),
     ),
     **dict.fromkeys(

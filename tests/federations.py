@@ -334,6 +334,13 @@ ROWS = {
         module(FedRS(0.5), FedDecorr()),
         policy=PersonalizedPolicyGradient([{"alpha": 0.2}, {"alpha": 0.8}]),
     ),
+    "FedProto, local networks": lambda root: row(
+        module(FedProto()),
+        samples(batch_size=7),
+        local_parameters=["net.*"],
+        policy=Uneven(),
+        clients_per_round=3,
+    ),
     "FedRoD, clients with uneven work": lambda root: row(
         module(FedRoD()), samples(batch_size=7), policy=Uneven(), clients_per_round=3
     ),
@@ -529,7 +536,7 @@ LONG = (
     *("DPFedAvg, PoissonSampler", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
     *("PFedMe, batches that are weighted", "Adaptive, kept", "FedAMP, Proximal"),
-    "FedRoD, clients with uneven work",
+    *("FedRoD, clients with uneven work", "FedProto, local networks"),
 )
 #: Rows that cannot be vectorized, with the reason that is given.
 NOT_VECTORIZED = {

@@ -8,6 +8,7 @@ from lightning_fl.objectives.feddecorr import FedDecorr
 from lightning_fl.objectives.fedem import FedEM
 from lightning_fl.objectives.fedlc import FedLC
 from lightning_fl.objectives.fedntd import FedNTD
+from lightning_fl.objectives.fedproto import FedProto
 from lightning_fl.objectives.fedrod import FedRoD
 from lightning_fl.objectives.fedrs import FedRS
 from lightning_fl.objectives.fedsam import FedSAM
@@ -31,6 +32,7 @@ __all__ = [
     "FedEM",
     "FedLC",
     "FedNTD",
+    "FedProto",
     "FedRS",
     "FedRoD",
     "FedSAM",
