@@ -118,6 +118,12 @@ PERSONALIZATION: Arms = {
         "--federation.optimizer_state=keep",
     ),
     "APFL, alpha = 0.5": term("APFL", alpha=0.5),
+    "Fed-RoD": term("FedRoD", gamma=1.0),
+    "FedProto": (
+        *term("FedProto", strength=1.0),
+        *rule("FedAvg", weighting="uniform"),
+        *local("net.*"),
+    ),
     "Per-FedAvg": ("--model=PerFedAvg", "--model.init_args.inner_lr=0.01"),
     "FedEM, 3 components": (  # which does not support BatchNorm
         "--model=FedEM",
@@ -125,6 +131,7 @@ PERSONALIZATION: Arms = {
         "--model.init_args.net.init_args.batch_norm=false",
     ),
     "Clustered": rule("ClusteredFL", eps1=0.2, eps2=0.4, warmup=5),
+    "FedAMP": (*rule("FedAMP", sigma=1.0, strength=0.5), *term("Proximal", mu=0.1)),
 }
 GROUPS: Arms = {
     "rotated images": ("--data.init_args.client_rotations=[0,90,180,270]",),
@@ -137,11 +144,15 @@ MODELS = {
     "FedAvg, fine-tuned": ("server", "personal"),
     "FedBABU": ("global", "personal"),
     **dict.fromkeys(
-        ("FedBN", "FedPer", "FedRep", "LG-FedAvg", "FedEM, 3 components", "Clustered"),
+        (
+            *("FedBN", "FedPer", "FedRep", "LG-FedAvg", "FedProto", "FedEM, 3 components"),
+            *("Clustered", "FedAMP"),
+        ),
         ("global", "server"),
     ),
     **dict.fromkeys(
-        ("Ditto, strength = 0.1", "pFedMe", "APFL, alpha = 0.5", "Per-FedAvg"), ("server", "kept")
+        ("Ditto, strength = 0.1", "pFedMe", "APFL, alpha = 0.5", "Per-FedAvg", "Fed-RoD"),
+        ("server", "kept"),
     ),
 }
 

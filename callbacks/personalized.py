@@ -48,9 +48,9 @@ class PersonalizedEvaluation(Callback):
     ==================================================  ==========  ============
     FedAvg and fine-tuning                              server      personal
     local layers or statistics (FedPer, FedBN), FedEM   global      server
-    Clustered, Gossip                                   global      server
+    Clustered, Gossip, FedAMP                           global      server
     pFedMe (``optimizer_state: keep``)                  server      kept
-    Ditto, APFL, Per-FedAvg                             server      kept
+    Ditto, APFL, Fed-RoD, Per-FedAvg                    server      kept
     ==================================================  ==========  ============
 
     For each kind, the callback logs the mean over clients, the mean weighted by test samples, the

@@ -372,6 +372,16 @@ ROWS = {
         module(FedRS(0.5), FedDecorr()),
         policy=PersonalizedPolicyGradient([{"alpha": 0.2}, {"alpha": 0.8}]),
     ),
+    "FedProto, local networks": lambda root: row(
+        module(FedProto()),
+        samples(batch_size=7),
+        local_parameters=["net.*"],
+        policy=Uneven(),
+        clients_per_round=3,
+    ),
+    "FedRoD, clients with uneven work": lambda root: row(
+        module(FedRoD()), samples(batch_size=7), policy=Uneven(), clients_per_round=3
+    ),
     "FedSAM, PowerOfChoice": lambda root: row(
         FedSAM(nn.Linear(FEATURES, CLASSES), adaptive=True, optimizer=SGD),
         aggregator=PowerOfChoice(),
@@ -423,6 +433,9 @@ ROWS = {
     ),
     "Gossip, a foreign module": lambda root: row(
         Foreign(), aggregator=Gossip("ring"), policy=Uneven()
+    ),
+    "FedAMP, Proximal": lambda root: row(
+        module(Proximal(0.5)), aggregator=FedAMP(), policy=Uneven(), clients_per_round=3
     ),
     "CoordinateMedian, Backdoor": lambda root: row(
         callbacks=[Backdoor([0, 2], target=1, boost=3.0), ClientFaults(dropout=0.2)],
@@ -573,6 +586,7 @@ LONG = (
     *("DPFedAvg, PoissonSampler", "SecureAggregation, DPFedAvg", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
     *("PFedMe, batches that are weighted", "Adaptive, kept", "two optimizers, kept"),
+    *("FedAMP, Proximal", "FedRoD, clients with uneven work", "FedProto, local networks"),
 )
 #: Rows that cannot be vectorized, with the reason that is given.
 NOT_VECTORIZED = {

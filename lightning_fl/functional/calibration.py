@@ -27,6 +27,28 @@ def calibrated_logits(logits: Tensor, counts: Tensor, tau: float) -> Tensor:
     return torch.where(present, logits - margin, torch.finfo(logits.dtype).min)
 
 
+def balanced_logits(logits: Tensor, counts: Tensor, gamma: float | Tensor) -> Tensor:
+    r"""Return logits with the prior of a client's classes, :math:`z_c + \log n_c^\gamma`.
+
+    Balanced softmax (Ren et al., 2020; with :math:`\gamma = 1` of Fed-RoD). A class without samples
+    leaves the softmax: its logit is the smallest number of the dtype, and has no gradient. With
+    :math:`\gamma = 0` all logits are unchanged, since :math:`0^0 = 1`.
+
+    Args:
+        logits: Logits :math:`z`, ``[..., classes]``.
+        counts: Number of samples of each class :math:`n`, ``[classes]``.
+        gamma: Exponent :math:`\gamma`, at least 0.
+
+    Example:
+        >>> balanced_logits(torch.zeros(3), torch.tensor([3.0, 1.0, 0.0]), 1.0).softmax(0)
+        tensor([0.7500, 0.2500, 0.0000])
+    """
+    prior = counts.to(logits) ** gamma
+    present = prior > 0
+    shifted = logits + prior.where(present, 1).log()
+    return torch.where(present, shifted, torch.finfo(logits.dtype).min)
+
+
 def restricted_logits(logits: Tensor, counts: Tensor, alpha: float) -> Tensor:
     r"""Return logits that are scaled by :math:`\alpha` for classes without samples.
 

@@ -9,6 +9,8 @@ from lightning_fl.objectives.feddecorr import FedDecorr
 from lightning_fl.objectives.fedem import FedEM
 from lightning_fl.objectives.fedlc import FedLC
 from lightning_fl.objectives.fedntd import FedNTD
+from lightning_fl.objectives.fedproto import FedProto
+from lightning_fl.objectives.fedrod import FedRoD
 from lightning_fl.objectives.fedrs import FedRS
 from lightning_fl.objectives.fedsam import FedSAM
 from lightning_fl.objectives.local_network import LocalNetwork
@@ -32,7 +34,9 @@ __all__ = [
     "FedEM",
     "FedLC",
     "FedNTD",
+    "FedProto",
     "FedRS",
+    "FedRoD",
     "FedSAM",
     "LocalNetwork",
     "ModelView",

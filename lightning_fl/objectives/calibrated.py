@@ -25,13 +25,7 @@ class CalibratedLoss(Term):
 
     def prepare(self, module: TermModule) -> None:
         """Check that the classes of the samples are known."""
-        data: Any = getattr(module.trainer, "datamodule", None)
-        is_elsewhere = hasattr(data, "example") and data.example() is None
-        if getattr(data, "class_counts", None) is None and not is_elsewhere:
-            raise FederationError(
-                f"{type(self).__name__} requires the number of samples of each class, and the data"
-                " module has no class_counts: use a FederatedDataModule whose labels are integers"
-            )
+        check_classes(self, module)
 
     @abstractmethod
     def changed(self, logits: Tensor, counts: Tensor) -> Tensor:
@@ -59,3 +53,22 @@ class CalibratedLoss(Term):
             for each in (logits, self.changed(logits, counts))
         )
         return module.mean_of(after - before)
+
+
+def check_classes(term: Term, module: TermModule) -> None:
+    """Check that samples have classes.
+
+    Args:
+        term: The term that requires them.
+        module: Module of the term.
+
+    Raises:
+        FederationError: If the data module does not know the number of samples of each class.
+    """
+    data: Any = getattr(module.trainer, "datamodule", None)
+    is_elsewhere = hasattr(data, "example") and data.example() is None
+    if getattr(data, "class_counts", None) is None and not is_elsewhere:
+        raise FederationError(
+            f"{type(term).__name__} requires the number of samples of each class, and the data"
+            " module has no class_counts: use a FederatedDataModule whose labels are integers"
+        )

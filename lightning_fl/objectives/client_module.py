@@ -153,6 +153,7 @@ class ClientModule(TermModule):
             for i, term in enumerate(self._own_terms())
             if term.stays_local
             for name, _ in (*term.named_parameters(), *term.named_buffers())
+            if name not in term.exchanged
         ]
 
     def _own_terms(self) -> list[Term]:

@@ -202,6 +202,10 @@ class Recorder:
                     " Set points=[...] to the names of modules to leave untraced (MOON:"
                     " point='...')"
                 ) from error
+        output = next(node for node in graph.nodes if node.op == "output").args[0]
+        #: Name of the module that returns the output of the network; None if none does.
+        is_module = isinstance(output, fx.Node) and output.op == "call_module"
+        self.last_layer = str(output.target) if is_module else None
         self.points = _mark(graph, modules, None if points is None else set(points))
         self._run = _Recorded(net, type(fx.GraphModule(net, graph)).forward)
 

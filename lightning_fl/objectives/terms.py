@@ -80,6 +80,8 @@ class Term(nn.Module, ABC):
     #: True if the parameters and buffers of the term are local to each client: kept across rounds,
     #: and neither sent nor averaged. The state of the module does not contain them.
     stays_local = False
+    #: Names of its parameters and buffers that are exchanged all the same, as those of the network.
+    exchanged: Sequence[str] = ()
     #: True if the parameters of the term are a second network that must not change the training of
     #: the client model. Gradient clipping by norm is refused, because it would couple the two.
     is_independent = False
@@ -190,7 +192,8 @@ def settable(terms: Sequence[Term]) -> dict[str, tuple[int, str]]:
 def _forget_local(term: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Remove the local tensors of a term from the state of the module."""
     if isinstance(term, Term) and term.stays_local:
-        for name in [name for name in state if name.startswith(prefix)]:
+        kept = {prefix + name for name in term.exchanged}
+        for name in [name for name in state if name.startswith(prefix) and name not in kept]:
             del state[name]
 
 

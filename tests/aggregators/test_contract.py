@@ -42,6 +42,8 @@ RULES = {
     "ClusteredFL": ClusteredFL,
     "ClusteredFL(splits)": lambda: ClusteredFL(eps1=99.0, eps2=0.0, warmup=0),
     "Gossip": lambda: of_twenty(Gossip("ring")),
+    "FedAMP": lambda: of_twenty(FedAMP()),
+    "FedAMP(cosine)": lambda: of_twenty(FedAMP(similarity="cosine")),
     "CoordinateMedian": CoordinateMedian,
     "TrimmedMean": TrimmedMean,
     "Krum": Krum,
@@ -234,7 +236,7 @@ def test_every_client_starts_from_a_model_of_the_servers_size(make):
 @every_rule
 def test_nothing_of_a_client_stays_in_memory(make):
     keeps = ClusteredFL | Downpour | FlexLoRA | Gossip | FedControl | Staged | RobustAggregator
-    keeps |= PowerOfChoice
+    keeps |= PowerOfChoice | FedAMP
     if isinstance(make(), keeps):
         pytest.skip("it keeps updates until all are there, or figures of clients")
     server, update = problem(k=1)

@@ -1,0 +1,143 @@
+"""Fed-RoD: by hand with the class counts of clients, its limits, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+from by_hand import (
+    assert_equal,
+    cross_entropy,
+    forward,
+    gradient,
+    moved,
+    network,
+    sgd,
+    simulate,
+)
+from lightning_fl import ClientModule, FederatedLoop, VectorizedClients
+from lightning_fl.callbacks import PersonalizedEvaluation
+from lightning_fl.functional.calibration import balanced_logits
+from lightning_fl.objectives import APFL, FedRoD
+from lightning_fl.partition import Dirichlet
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+from two_classes import samples
+
+HEAD = "parameter.terms.0.head."
+
+
+def module(*terms, batchnorm=True):
+    return ClientModule(network(batchnorm), terms, sgd()).double()
+
+
+def balanced(z, y, n, gamma):
+    """Minus the log-likelihood under the prior of the client, over the classes that it has."""
+    present = [c for c in range(3) if n[c]]
+    total = sum(float(n[c]) ** gamma * z[:, c].exp() for c in present)
+    right = [float(n[int(c)]) ** gamma * z[i, c].exp() / total[i] for i, c in enumerate(y)]
+    return -torch.stack(right).log().mean()
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.4])
+def test_by_hand(run, gamma):
+    """The body and the shared head do not learn from the personal loss; absent clients keep P."""
+    first, user, other = network(True).double(), module(FedRoD(gamma)), module(FedRoD(gamma))
+    scores = PersonalizedEvaluation(steps=0)
+    loop, rounds, data = run(user, callbacks=[scores])
+    counts, heads = data.class_counts.tolist(), {}
+
+    def train(client, params, buffers, batches):
+        zeros = {n: torch.zeros_like(params[f"3.{n}"]) for n in ("weight", "bias")}
+        head = heads.get(client, zeros)
+        for x, y in batches:
+            seen = []
+
+            def loss(p, x=x, y=y, seen=seen):
+                f, z = forward(p, buffers, x)
+                seen += [f.detach(), z.detach()]
+                return balanced(z, y, counts[client], gamma)
+
+            grads = gradient(loss, params)
+            f, z = seen
+
+            def personal(p, y=y, f=f, z=z):
+                return cross_entropy(z + f @ p["weight"].T + p["bias"], y)
+
+            head, params = moved(head, gradient(personal, head)), moved(params, grads)
+        heads[client] = head
+        return params, buffers
+
+    params, buffers = simulate(first, rounds, data.num_samples, train)
+    vectorized, _, _ = run(other, 2)
+    for net in (user.net, other.net):
+        assert_equal(net, params, buffers)
+    for client, head in heads.items():
+        for found in (loop.store.get(client), vectorized.store.get(client)):
+            for name, value in head.items():
+                torch.testing.assert_close(found[HEAD + name], value, rtol=0, atol=1e-12)
+        x, y = data.train.fetch(data.local_tests[client])
+        f, z = forward(params, buffers, x, train=False)
+        right = (z + f @ head["weight"].T + head["bias"]).argmax(1) == y
+        assert scores.rows[client]["kept"] == right.double().mean()
+    assert set(module().state_dict()) == set(user.state_dict())
+
+
+def test_the_personal_model_is_the_network_with_the_sum_of_both_heads(run):
+    user = module(FedRoD())
+    run(user, rounds=1)
+    before = {n: p.detach().clone() for n, p in user.net.named_parameters()}
+    for param in user.terms[0].head.values():
+        assert not param.any()  # a new client
+        param.data.normal_()
+    head = {f"3.{name}": value.detach().clone() for name, value in user.terms[0].head.items()}
+    assert user.federated_personalize([])
+    for name, param in user.net.named_parameters():
+        assert torch.equal(param, before[name] + head.get(name, 0.0))
+
+
+def test_padded_samples_do_not_train_the_head(fit):
+    heads = []
+    for group in (None, 3):
+        torch.manual_seed(0)
+        made = ClientModule(nn.Sequential(nn.Linear(4, 2, bias=False)), [FedRoD()], sgd()).double()
+        user = made if group is None else VectorizedClients(made, group, compile=False)
+        loop = FederatedLoop(policy=Schedule(num_steps=4), seed=0)
+        data = samples(3, batch_size=5, partition=Dirichlet(0.5, min_size=3))
+        fit(user, loop, data, rounds=2)
+        heads.append(torch.stack([loop.store.get(client)[HEAD + "weight"] for client in range(3)]))
+    torch.testing.assert_close(*heads, rtol=0, atol=1e-12)
+    assert len(set(data.num_samples.tolist())) > 1
+
+
+def test_without_balance_the_shared_model_is_fedavg(run):
+    plain, limit = module(), module(FedRoD(gamma=0.0))
+    run(plain, rounds=2)
+    run(limit, rounds=2)
+    for name, value in plain.net.state_dict().items():
+        torch.testing.assert_close(limit.net.state_dict()[name], value, rtol=0, atol=1e-13)
+
+
+def test_equal_counts_do_not_change_the_gradient_and_missing_classes_get_none():
+    z = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([0, 2, 2, 0, 0])
+
+    def slope(logits):
+        return torch.autograd.grad(nn.functional.cross_entropy(logits, y), z)[0]
+
+    torch.testing.assert_close(slope(balanced_logits(z, torch.full((3,), 7), 1.0)), slope(z))
+    missing = balanced_logits(z, torch.tensor([3, 0, 5]), 1.0)
+    assert slope(missing)[:, 1].tolist() == [0.0] * 5
+    assert torch.equal(balanced_logits(z, torch.tensor([3, 0, 5]), 0.0), z)
+
+
+def test_what_it_cannot_train_is_refused(run):
+    with pytest.raises(FederationError, match="gamma"):
+        FedRoD(-1.0)
+    frozen = module(FedRoD())
+    frozen.net[3].requires_grad_(False)
+    with pytest.raises(FederationError, match="last layer, 3, which is frozen"):
+        run(frozen)
+    with pytest.raises(FederationError, match="two personal models"):
+        run(module(FedRoD(), APFL()))
+    with pytest.raises(FederationError, match="gradient_clip_val"):
+        run(module(FedRoD()), trainer={"gradient_clip_val": 1.0})
