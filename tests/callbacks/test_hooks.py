@@ -328,28 +328,6 @@ def test_one_client_equals_plain_lightning_hook_for_hook(decaying, trainer, data
     assert federated[1] == [pytest.approx(row, rel=1e-14) for row in plain[1]]
 
 
-def test_batch_idx_is_the_clients_own_step_and_callbacks_count_the_round(fit, decaying, data):
-    counts = []
-
-    class Count(L.Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            counts.append(("callback", batch_idx))
-
-    module = decaying()
-    module.counts = counts  # so that it is left alone where clients are compared
-    module.on_train_batch_start = lambda batch, i: counts.append(("start", i))
-    ended, stepped = module.on_train_batch_end, module.optimizer_step
-    module.on_train_batch_end = lambda o, b, i: (counts.append(("end", i)), ended(o, b, i))
-    module.optimizer_step = lambda e, i, *args: (counts.append(("step", i)), stepped(e, i, *args))
-    loop = FederatedLoop(policy=Schedule(num_steps=3))
-    federated = data(regression(), val=regression(9), num_clients=2)
-    fit(module, loop, federated, rounds=1, callbacks=[Count()])
-    assert module.seen == [0, 1, 2] * 2
-    for who in ("start", "step", "end"):
-        assert [count for name, count in counts if name == who] == [0, 1, 2] * 2
-    assert [count for name, count in counts if name == "callback"] == [0, 1, 2, 3, 4, 5]
-
-
 @pytest.mark.parametrize("takes_index", [True, False])
 def test_a_training_step_that_validation_calls_too(fit, linear, data, takes_index):
     """It may leave ``batch_idx`` out; what validation passes on is left as it is."""
@@ -778,7 +756,7 @@ def test_a_frozen_tensor_that_changes_is_counted(tuned):
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-@pytest.mark.parametrize("transform", [TopK(0.1), Quantize(1), Quantize(4)], ids=["k", "1", "4"])
+@pytest.mark.parametrize("transform", [TopK(0.1), Quantize(1)], ids=["k", "1"])
 def test_transforms_see_what_is_trained(tuned, transform, wrap):
     frozen, sent = tuned([transform], wrap)
     hidden, expected = tuned([transform], wrap, hidden=True)
@@ -794,17 +772,8 @@ def test_layers_that_are_thawed_join_what_a_client_has_kept(tuned):
     assert sent[1][0] == 2 * 46 * (8 + 4)
 
 
-def test_a_fit_without_a_loop_says_that_it_is_no_federation(linear, data, tmp_path):
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    runner = L.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        reload_dataloaders_every_n_epochs=1,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        log_every_n_steps=1,
-        **options,
-    )
+def test_a_fit_without_a_loop_says_that_it_is_no_federation(linear, data, trainer):
+    runner = trainer(False, 2, reload_dataloaders_every_n_epochs=1, log_every_n_steps=1)
     with pytest.warns(UserWarning, match=r"no FederatedLoop.*callbacks=\[FederatedLoop"):
         runner.fit(linear(), datamodule=data(regression(), val=regression(9)))
 
@@ -848,16 +817,17 @@ class AsksBeside(L.Callback):
     """Asks in the hooks of a callback, which count the batches of the round."""
 
     def __init__(self):
-        self.found, self.last = set(), []
+        self.found, self.last, self.batches = set(), [], []
 
     def ask(self, trainer, *args):
         self.found |= {trainer.num_training_batches, len(trainer.train_dataloader)}
 
     on_train_batch_start = on_before_backward = ask
 
-    def on_train_batch_end(self, trainer, *args):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.ask(trainer)
         self.last.append(trainer.is_last_batch)
+        self.batches.append(batch_idx)
 
 
 class StepsOfClients(HyperparameterPolicy):
@@ -892,6 +862,7 @@ def test_training_batches_are_those_of_the_client(fit, kind, is_lean, hooks):
     assert asked == [(hook, *counts) for counts in of_clients for hook in hooks] * 2
     assert beside.found == {10}
     assert beside.last == ([False] * 9 + [True]) * 2
+    assert beside.batches == [*range(10)] * 2
 
 
 class Profiled(PassThroughProfiler):

@@ -69,15 +69,6 @@ def test_there_are_few_lines_however_many_rounds(run, capsys, lines, rounds, sho
     assert [line.split(" · ")[0] for line in found] == [f"round {r}/{rounds}" for r in shown]
 
 
-def test_a_line_has_the_rounds_own_figures(run, capsys):
-    loop = run(RoundProgress(), rounds=2)
-    found = capsys.readouterr().out.splitlines()
-    for line, row in zip(found, loop.rows, strict=True):
-        assert f"val_acc {row['val_acc']:.4g}" in line
-        assert f"train_loss {row['train_loss']:.4g}" in line
-    assert loop.rows[0]["train_loss"] != loop.rows[1]["train_loss"]
-
-
 def test_a_line_has_no_metrics_of_earlier_rounds(run, capsys):
     run(RoundProgress(), rounds=4, check_val_every_n_epoch=2)
     found = capsys.readouterr().out.splitlines()

@@ -211,19 +211,6 @@ def test_losses_of_steps_are_recorded_for_one_client_or_several_at_once(module):
     assert made.train_loss.compute().item() == pytest.approx((8 + 8 + 12 + 28 + 2) / 16)
 
 
-def test_the_hook_at_the_end_of_a_client_is_called_once_per_client(fit, module):
-    calls = []
-
-    class Counting(ClientModule):
-        def on_client_end(self):
-            super().on_client_end()
-            calls.append(self.trainer.current_epoch)
-
-    loop = fit(module(Counting), rounds=2)
-    assert calls == [0] * 4 + [1] * 4
-    assert all(row["train_loss"] > 0 for row in loop.rows)
-
-
 # --- what training leaves behind ------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_fl import ClientModule
-from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.federation.client_memory import ClientMemory
@@ -147,13 +147,6 @@ def poison(made, loop):
         return {**out, "loss": out["loss"] * factor} if isinstance(out, dict) else out * factor
 
     made.training_step = poisoned
-
-
-def test_personal_evaluation_is_not_disturbed(fit, data):
-    loop = FederatedLoop(update_transforms=[TopK(0.2)], optimizer_state="keep")
-    callbacks = [PersonalizedEvaluation(steps=2)]
-    fit(module(), loop, data(local_test_size=0.3), rounds=2, callbacks=callbacks)
-    assert "personal/mean" in loop.rows[-1]
 
 
 def test_a_class_instead_of_a_transform_is_refused():
