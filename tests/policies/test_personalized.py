@@ -119,7 +119,9 @@ def test_a_round_that_samples_nobody_teaches_nothing(fit, data, method):
     assert not policy.means.any()
 
 
-@pytest.mark.parametrize("method", ["contribution", "reward"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("contribution", marks=pytest.mark.slow), "reward"]
+)
 def test_a_setting_that_diverges_is_unlearnt(fit, data, method):
     policy = PersonalizedPolicyGradient(
         [{"lr": 0.1, "num_steps": 2}, {"lr": 1e306, "num_steps": 2}], method, step=0.5, seed=0
