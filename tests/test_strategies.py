@@ -134,7 +134,7 @@ def test_the_number_of_processes_does_not_change_a_bit(found, case):
 
 
 @pytest.mark.slow
-def test_four_processes_neither(tmp_path):
+def test_four_processes_give_the_bits_of_one(tmp_path):
     fixed = ["vectorized, fixed groups", "vectorized, augmented"]
     cases = [processes.ACTS[0], *fixed, "one client, median", "lost clients"]
     alone = train(1, tmp_path, cases)
@@ -214,7 +214,7 @@ def test_a_process_that_fails_ends_those_that_it_has_started():
 
 
 @pytest.mark.slow
-def test_torchrun_starts_it_too(tmp_path):
+def test_processes_of_torchrun_give_the_same_result(tmp_path):
     """The processes of the other tests are told the same by ``forks.py``."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command = [sys.executable, *launcher, str(SCRIPT), "2", str(tmp_path), "vectorized"]

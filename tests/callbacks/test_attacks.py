@@ -280,12 +280,12 @@ def test_another_seed_than_the_checkpoints_is_refused(kept):
         (lambda: Backdoor(size=0), "size must be an integer of at least 1"),
     ],
 )
-def test_bad_options(make, message):
+def test_wrong_option_raises(make, message):
     with pytest.raises(FederationError, match=message):
         make()
 
 
-def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, foreign):
+def test_attack_that_does_not_fit_raises(simulate, trainer, data, blobs, linear, foreign):
     with pytest.raises(FederationError, match="clients must be ids below 4, got 9"):
         simulate(ClientAttack([0, 9]))
     with pytest.raises(FederationError, match="clients must be ids below 4, got 9"):

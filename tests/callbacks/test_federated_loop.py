@@ -380,7 +380,7 @@ class Loud(Proximal):
 
 
 @pytest.mark.parametrize("group_size", [None, 2])
-def test_what_is_known_of_the_first_loss_that_is_not_finite_is_told(fit, data, blobs, group_size):
+def test_warning_names_the_first_loss_that_is_not_finite(fit, data, blobs, group_size):
     def warning(module, federated):
         wrapped = VectorizedClients(module, group_size, compile=False) if group_size else module
         loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=5))
@@ -466,7 +466,7 @@ class Skewed(IID):
         ("local", [28 / 3, 2 * 28 / 3], [3, 6]),
     ],
 )
-def test_what_becomes_of_buffers(fit, buffers, seen, steps):
+def test_buffers_are_averaged_kept_or_the_servers(fit, buffers, seen, steps):
     for rounds in (1, 2):
         module = Counting()
         data = FederatedDataModule(
@@ -749,45 +749,39 @@ def test_the_table_has_what_the_module_logs_at_the_end_of_its_epoch(fit, foreign
     assert len(text) == 4
 
 
-class Learner(HyperparameterPolicy):
-    learns_from = frozenset({"val_loss"})
+class Listening(HyperparameterPolicy):
+    """Keeps all that it is told."""
 
-    def __init__(self, monitor="val_loss"):
+    def __init__(self, learns_from="val_loss", monitor="val_loss"):
         super().__init__(monitor)
-        self.feedback = []
-        self.register_buffer("rounds", torch.zeros(()))
+        self.learns_from, self.heard = frozenset({learns_from}), []
 
     def sample(self, round, clients):
-        return {"num_steps": torch.tensor(1)}
+        return {"num_steps": 2}
 
     def update(self, feedback):
-        self.feedback.append((feedback.val_loss_before, feedback.val_loss))
-        self.rounds += 1
+        self.heard.append(feedback)
 
 
 def test_a_policy_hears_the_validation_loss_before_and_after_each_round(fit, foreign):
-    policy = Learner()
+    policy = Listening()
     loop = fit(foreign(), FederatedLoop(policy=policy, buffers="average"), rounds=3)
     losses = [row["val_loss"] for row in loop.rows]
-    assert [after for _, after in policy.feedback] == losses
-    before = [b for b, _ in policy.feedback]
+    assert [feedback.val_loss for feedback in policy.heard] == losses
+    before = [feedback.val_loss_before for feedback in policy.heard]
     assert before[1:] == losses[:-1]
     assert before[0] is not None
 
 
 def test_a_stale_loss_is_no_reward(fit, foreign):
-    policy = Learner()
-    fit(
-        foreign(),
-        FederatedLoop(policy=policy, buffers="average"),
-        rounds=4,
-        check_val_every_n_epoch=2,
-    )
-    assert [after is None for _, after in policy.feedback] == [True, False, True, False]
+    policy = Listening()
+    loop = FederatedLoop(policy=policy, buffers="average")
+    fit(foreign(), loop, rounds=4, check_val_every_n_epoch=2)
+    assert [each.val_loss is None for each in policy.heard] == [True, False, True, False]
 
 
 def test_a_policy_without_its_loss_says_so_at_the_start(fit, foreign):
-    loop = FederatedLoop(policy=Learner("val_los"), buffers="average")
+    loop = FederatedLoop(policy=Listening(monitor="val_los"), buffers="average")
     with pytest.raises(FederationError, match="'val_los', which validation does not log"):
         fit(foreign(), loop)
     assert loop.rows == []
@@ -1087,18 +1081,9 @@ def test_figures_of_a_policy_that_learns_are_in_the_table(fit, linear):
     assert policy.mean.any()
 
 
-def test_clients_report_the_loss_of_what_they_start_from(fit, data, linear):
+def test_clients_report_the_loss_of_what_they_start_from(fit, linear):
     """By hand: the server's model on each client's first batch, in every round."""
-    heard, started, batches = [], [], {}
-
-    class Listening(HyperparameterPolicy):
-        learns_from = frozenset({"client_losses"})
-
-        def sample(self, round, clients):
-            return {"num_steps": 2}
-
-        def update(self, feedback):
-            heard.append(feedback.losses)
+    started, batches, policy = [], {}, Listening("client_losses")
 
     class Watching(L.Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -1107,14 +1092,12 @@ def test_clients_report_the_loss_of_what_they_start_from(fit, data, linear):
                 batches[loop.round, step.rows[0]] = batch
                 started.append(module.net.weight.detach().clone())
 
-    loop = FederatedLoop(policy=Listening(), seed=0)
-    x = torch.randn(40, 3, dtype=torch.float64)
-    train = TensorDataset(x, x.sum(1))
-    fit(linear(), loop, data(train, val=train), rounds=2, callbacks=[Watching()])
-    assert len(heard) == 2
+    loop = FederatedLoop(policy=policy, seed=0)
+    fit(linear(), loop, full_batches(4, 40, 8), rounds=2, callbacks=[Watching()])
+    assert len(policy.heard) == 2
     for (round, row), (x, y), weight in zip(batches, batches.values(), started, strict=True):
         expected = ((x @ weight[0] - y) ** 2).mean()
-        torch.testing.assert_close(heard[round][row], expected, atol=1e-12, rtol=0)
+        torch.testing.assert_close(policy.heard[round].losses[row], expected, atol=1e-12, rtol=0)
 
 
 def test_the_runs_seed_is_the_policys(fit, foreign):
@@ -1143,19 +1126,8 @@ def test_a_term_that_is_gone_is_refused_on_resuming(fit, tmp_path):
 @pytest.mark.parametrize(
     "task_loss", [lambda loss: 5.0, lambda loss: loss.detach() * 0 + 5, lambda loss: None]
 )
-def test_a_step_may_return_what_its_clients_report(fit, data, linear, group_size, task_loss):
-    heard = []
-
-    class Listening(HyperparameterPolicy):
-        learns_from = frozenset({"client_losses"})
-
-        def sample(self, round, clients):
-            return {"num_steps": 1}
-
-        def update(self, feedback):
-            heard.extend(feedback.losses.tolist())
-
-    module = linear()
+def test_a_step_may_return_what_its_clients_report(fit, linear, group_size, task_loss):
+    module, policy = linear(), Listening("client_losses")
     step = type(module).training_step
 
     class Reporting(type(module)):
@@ -1164,10 +1136,9 @@ def test_a_step_may_return_what_its_clients_report(fit, data, linear, group_size
             return {"loss": loss, "task_loss": task_loss(loss), "each": batch[1]}
 
     module.__class__ = Reporting
-    x = torch.randn(40, 3, dtype=torch.float64)
-    train = TensorDataset(x, x.sum(1))
     user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
-    fit(user, FederatedLoop(policy=Listening(), seed=0), data(train, val=train), rounds=1)
+    fit(user, FederatedLoop(policy=policy, seed=0), full_batches(4, 40, 8), rounds=1)
+    heard = policy.heard[0].losses.tolist()
     assert len(heard) == 4
     assert (heard == [5.0] * 4) == (task_loss(torch.ones(())) is not None)
 

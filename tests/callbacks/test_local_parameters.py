@@ -171,7 +171,7 @@ def test_a_warning_names_the_evaluation_of_clients(run):
         ({"aggregator": PFNM(), "patterns": HEAD}, "PFNM replaces the network .* as net.3.weight"),
     ],
 )
-def test_what_does_not_fit_is_refused(fit, ragged, options, message):
+def test_patterns_that_do_not_fit_raise(fit, ragged, options, message):
     options = {"patterns": ["net.1.*"]} | options
     patterns = options.pop("patterns")
     net = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))

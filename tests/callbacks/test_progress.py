@@ -151,7 +151,7 @@ def test_without_a_last_round_every_round_has_its_line(run, capsys):
     assert [line.split(" · ")[0] for line in found] == ["round 1", "round 2"]
 
 
-def test_it_can_be_switched_off_and_on(run, capsys):
+def test_progress_is_switched_off_and_on(run, capsys):
     progress = RoundProgress()
     progress.disable()
     run(progress)
@@ -240,7 +240,7 @@ def _at_most_once(progress, *args):
     RoundProgress.on_train_batch_end(progress, *args)
 
 
-def test_in_a_terminal_it_can_be_switched_off_too(run, terminal):
+def test_progress_in_a_terminal_is_switched_off(run, terminal):
     progress = RoundProgress()
     progress.disable()
     run(progress)

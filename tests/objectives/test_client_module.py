@@ -280,7 +280,7 @@ def loaders(blobs, batch_size=32):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_it_is_an_ordinary_module_too(trainer, module, blobs):
+def test_module_trains_without_a_federation(trainer, module, blobs):
     made = module(optimizer=functools.partial(torch.optim.SGD, lr=0.0))
     runner = trainer(False, 2, log_every_n_steps=1)
     runner.fit(made, *loaders(blobs))

@@ -53,7 +53,7 @@ def test_errors_wait_while_other_layers_are_trained():
     assert sent(3, [2, 3], 0.0, 0.0, 0.5, 0.0) == [0, 0, 2.5, 0]
 
 
-def test_nothing_is_lost_but_later():
+def test_all_that_was_not_sent_is_kept():
     """All that was sent and what is left is all that there was."""
     for transform in (TopK(0.2), Quantize(1), Quantize(4, error_feedback=True)):
         memory, random, total = {}, torch.Generator().manual_seed(0), torch.zeros(10).double()
