@@ -50,4 +50,3 @@ class DCGAN(L.LightningModule):
     def configure_optimizers(self):
         networks = self.generator, self.critic
         return [torch.optim.Adam(net.parameters(), 0.001, (0.5, 0.999)) for net in networks]
-

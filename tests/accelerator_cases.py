@@ -232,15 +232,7 @@ def test_progress_is_shown(tmp_path):
     check(tmp_path, make, VECTORIZED)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "FedAdam, MOON, DiscreteGaussianReinforce",
-        pytest.param("Staged, StagedPolicy", marks=pytest.mark.slow),
-        pytest.param("PFNM", marks=pytest.mark.slow),
-        pytest.param("BatchNorm, kept", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", ["FedAdam, MOON, DiscreteGaussianReinforce", "BatchNorm, kept"])
 def test_run_resumes(device, tmp_path, root, name):
     def run(folder, rounds, **options):
         def make():

@@ -212,7 +212,8 @@ def simulate(fit, data):
         torch.manual_seed(0)
         net = torch.nn.Linear(6, 3)
         made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-        of_loop = {"clients_per_round", "client_fraction", "min_clients", "sampler", "policy"}
+        of_loop = {"clients_per_round", "client_fraction", "min_clients"}
+        of_loop |= {"sampler", "policy", "seed"}
         given = {name: options.pop(name) for name in of_loop & options.keys()}
         given = {"policy": Schedule(num_steps=2), "seed": 3, **given}
         loop = FederatedLoop(aggregator=aggregator, **given)

@@ -16,7 +16,7 @@ CASES = Path(__file__).with_name("accelerator_cases.py")
 
 @pytest.mark.skipif(IS_OLD, reason="needs PyTorch 2.10")
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_the_pretend_accelerator(subtests, tmp_path, cases):
+def test_federations_give_the_same_on_the_pretend_accelerator(subtests, tmp_path, cases):
     """Once it is known to torch it stays, so another process runs ``accelerator_cases.py``."""
     report = tmp_path / "cases.xml"
     options = ["-n0", "-q", "--tb=short", "-m", cases, f"--junitxml={report}"]
@@ -36,5 +36,5 @@ def test_the_pretend_accelerator(subtests, tmp_path, cases):
     assert run.returncode == 0, run.stdout
 
 
-def test_nothing_of_it_is_left_in_this_process():
+def test_pretend_accelerator_stays_out_of_this_process():
     assert not pretend.install.cache_info().currsize

@@ -103,7 +103,7 @@ def test_a_personal_model_and_an_optimizer_of_a_term_are_refused():
         split_groups(PFedMe([w, v]), [group])
 
 
-def test_it_minimises_with_a_closure_and_leaves_what_has_no_gradient():
+def test_adaptive_minimizes_and_leaves_what_has_no_gradient():
     x, idle = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = Adaptive([{"params": [x]}, {"params": [idle], "lr": 5.0}], "yogi", lr=0.05)
 

@@ -69,7 +69,7 @@ def test_what_is_not_a_number_is_refused(value):
 
 
 @pytest.mark.parametrize("value", [1.0, 0, 5, np.float32(2), None])
-def test_integers(value):
+def test_integer_out_of_range_raises(value):
     assert check_integer("n", 1, min=1, max=4) == 1
     assert check_integer("n", None, optional=True) is None
     with pytest.raises(FederationError, match=r"n must be an integer in \[1, 4\], got"):
@@ -83,7 +83,7 @@ def test_numbers_of_numpy_become_numbers_of_python():
 
 
 @pytest.mark.parametrize("value", ["", "c", None, True, 1, ["a"], np.array(["a", "b"])])
-def test_choices(value):
+def test_unknown_choice_raises(value):
     assert check_choice("x", "a", "a", "b") == "a"
     with pytest.raises(FederationError, match="x must be a, b or cc, got"):
         check_choice("x", value, "a", "b", "cc")

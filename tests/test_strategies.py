@@ -24,8 +24,8 @@ from lightning_fl.types import FederationError
 SCRIPT = Path(__file__).with_name("processes.py")
 #: Cases that two processes of ``test_federations.py`` do not cover; the others are slow.
 QUICK = (
-    processes.KEPT, "BatchNorm, a policy that learns", "plateau, EarlyStopping",
-    "one client, median", "lost clients", "poison", "started by hooks",
+    processes.KEPT, *processes.ACTS,
+    "one client, median", "lost clients", "started by hooks",
     "logs of hooks, processes that join", "vectorized, fixed groups",
     *(f"ddp, {case}" for case in (
         "uneven", "second model", "clusters", "contributions", "control variates", "batchnorm",
@@ -35,12 +35,6 @@ QUICK = (
 CASES = others_slow(QUICK, processes.CASES)
 SHARED = [f"ddp, {case}" for case in processes.SHARED if case != "batchnorm"]
 EVERY = others_slow(QUICK, [*processes.CASES, *SHARED])
-#: Cases in which logged metrics act on the run.
-ACTS = (
-    "BatchNorm, a policy that learns",
-    "plateau, EarlyStopping",
-    "FedControl, PersonalizedPolicyGradient",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +55,7 @@ def found(place, request):
     """What each process of 1 and 3 found in the cases of the session, and each of 2 in one."""
     items = [item for item in request.session.items if item.path == Path(__file__)]
     asked = {item.callspec.params.get("case") for item in items if hasattr(item, "callspec")}
-    asked |= {processes.KEPT, "poison"}
+    asked |= {processes.KEPT, "lost clients"}
     every = (
         [case for case in processes.CASES if case in asked],
         [case for case in processes.SHARED if f"ddp, {case}" in asked],
@@ -135,14 +129,14 @@ def test_the_number_of_processes_does_not_change_a_bit(found, case):
     alone = found[1][0][case]
     for each in found[3]:
         assert hashed(each[case]) == hashed(alone)
-        if case in ACTS:  # what validation and training log acts on these runs
+        if case in processes.ACTS:  # what validation and training log acts on these runs
             assert each[case]["rows"] == alone["rows"]
 
 
 @pytest.mark.slow
-def test_four_processes_neither(tmp_path):
+def test_four_processes_give_the_bits_of_one(tmp_path):
     fixed = ["vectorized, fixed groups", "vectorized, augmented"]
-    cases = [ACTS[0], *fixed, "one client, median", "lost clients"]
+    cases = [processes.ACTS[0], *fixed, "one client, median", "lost clients"]
     alone = train(1, tmp_path, cases)
     for case, one in train(4, tmp_path, cases).items():
         assert hashed(one) == hashed(alone[case])
@@ -156,7 +150,8 @@ def test_with_float32_the_bits_are_the_same(found, count):
 def test_the_cases_do_something(found):
     cases = found[1][0]
     assert cases[processes.KEPT]["store"]
-    assert all(row["dropped_clients"] == "4" for row in cases["poison"]["rows"])
+    lost = [row["dropped_clients"] for row in cases["lost clients"]["rows"]]
+    assert lost == ["1 2 3 4", "0 2 3 4"]
     assert cases[processes.KEPT]["rows"][-1]["largest"] > 0
     names = [name for name in processes.CASES if name in cases]
     assert len({hashed(cases[name]) for name in names}) == len(names)
@@ -219,7 +214,7 @@ def test_a_process_that_fails_ends_those_that_it_has_started():
 
 
 @pytest.mark.slow
-def test_torchrun_starts_it_too(tmp_path):
+def test_processes_of_torchrun_give_the_same_result(tmp_path):
     """The processes of the other tests are told the same by ``forks.py``."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command = [sys.executable, *launcher, str(SCRIPT), "2", str(tmp_path), "vectorized"]

@@ -166,35 +166,9 @@ class SetsRateInTheStep(Numbered):
         optimizer.step(closure=optimizer_closure)
 
 
-class Backward(Numbered):
-    def backward(self, loss):
-        (loss * self.number()).backward()
-
-
-class BeforeBackward(Numbered):
-    def on_before_backward(self, loss):
-        by = self.number()
-        loss.register_hook(lambda gradient: gradient * by)
-
-
-class AfterBackward(Numbered):
-    def on_after_backward(self):
-        scale(gradients(self), self.number())
-
-
-class BeforeStep(Numbered):
-    def on_before_optimizer_step(self, optimizer):
-        scale(gradients(self), self.number())
-
-
 class Clips(Numbered):
     def configure_gradient_clipping(self, optimizer, **options):
         self.clip_gradients(optimizer, 1e-3 * self.number(), "norm")
-
-
-class BeforeZeroGrad(Numbered):
-    def on_before_zero_grad(self, optimizer):
-        scale([p.data for p in self.parameters()], self.number())
 
 
 class BatchEnd(Numbered):
@@ -216,11 +190,8 @@ class Draws(Numbered):
         return super().training_step(batch, batch_idx) * self.weight
 
 
-#: Modules whose hooks affect the next client.
-HOOKED = [
-    *(SetsWeight, SetsRateInTheStep, Backward, BeforeBackward, AfterBackward, BeforeStep, Clips),
-    *(BeforeZeroGrad, BatchEnd, Draws),
-]
+#: Modules whose hooks affect the next client: whole fits are compared, whatever the hook.
+HOOKED = [SetsWeight, SetsRateInTheStep, Clips, BatchEnd, Draws]
 
 
 # --- callbacks ------------------------------------------------------------------------------------
@@ -242,25 +213,9 @@ class SetsAttribute(Counts):
         module.late = self.number()
 
 
-class ScalesBatch(Counts):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        batch[0].mul_(self.number())
-
-
 class ScalesGradients(Counts):
     def on_after_backward(self, trainer, module):
         scale(gradients(module), self.number())
-
-
-class ScalesParameters(Counts):
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        scale([p.data for p in module.parameters()], self.number())
-
-
-class GrowsList(Counts):
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.seen.append(0)
-        scale(gradients(module), 1 / len(self.seen))
 
 
 class Averages(Counts):
@@ -268,11 +223,6 @@ class Averages(Counts):
         gradient = module.net[1].bias.grad
         self.mean = 0.9 * self.mean + gradient.clone()
         gradient.add_(self.mean)
-
-
-class ReadsBatchIndex(Counts):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        module.late = 0.1 * batch_idx
 
 
 class ReadsGlobalStep(Counts):
@@ -288,10 +238,7 @@ class Watches(Counts):
         self.seen.append(float(outputs["loss"]))
 
 
-CALLBACKS_CARRY = [
-    *(SetsAttribute, ScalesBatch, ScalesGradients, ScalesParameters, GrowsList, Averages),
-    *(ReadsBatchIndex, ReadsGlobalStep),
-]
+CALLBACKS_CARRY = [SetsAttribute, ScalesGradients, Averages, ReadsGlobalStep]
 
 
 def made(factor=lambda m: 1.0, callbacks=(), kind=Troubled, **options):

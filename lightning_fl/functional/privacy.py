@@ -232,9 +232,7 @@ def _loss_of_step(noise: float, rate: float) -> Any:
     """Return the Renyi differential privacy of a step at Opacus' orders, which adds up."""
     opacus: Any = imported("opacus.accountants", user="DPSGD", extra="privacy")
     orders = opacus.RDPAccountant.DEFAULT_ALPHAS
-    return opacus.analysis.rdp.compute_rdp(
-        q=rate, noise_multiplier=noise, steps=1, orders=orders
-    )
+    return opacus.analysis.rdp.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders)
 
 
 def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:

@@ -1,5 +1,7 @@
 """Attackers: what they send and train on, by hand, and what it does to rules."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -132,34 +134,6 @@ def test_samples_are_changed_as_their_data_set_returns_them():
     assert y.tolist() == [0, 1, 2]
 
 
-def test_attacked_data_give_the_same_run_in_memory_or_not_and_vectorized(simulate, data, blobs):
-    x, y = blobs().tensors
-    attack = (LabelFlip([0]), Backdoor([2], target=1, size=2, trigger_value=5.0, boost=2.0))
-    made = [
-        simulate(*attack)[0],
-        simulate(*attack, datamodule=data(train=Samples(x, y)))[0],
-        simulate(*attack, wrap=lambda m: VectorizedClients(m, group_size=2))[0],
-    ]
-    honest, _ = simulate()
-    for other in made[1:]:
-        for a, b in zip(made[0].parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert not torch.equal(next(made[0].parameters()), next(honest.parameters()))
-
-
-def test_an_exception_gives_the_samples_back(simulate, data):
-    samples = data()
-
-    class Fails(LabelFlip):
-        def on_train_batch_end(self, *args):
-            raise KeyError("stop")
-
-    with pytest.raises(KeyError):
-        simulate(Fails(0.5), datamodule=samples)
-    _, y = samples.train.tensors
-    assert torch.equal(y, torch.arange(120) % 3)
-
-
 def test_a_backdoor_by_hand(simulate, data):
     """The mark, who gets it, and the figure, against plain loops."""
     seen = {}
@@ -228,65 +202,54 @@ def test_a_scaled_backdoor_takes_over_the_average_and_clipping_stops_it(simulate
     assert plain.rows[-1]["backdoor_acc"] > none.rows[-1]["backdoor_acc"] + 0.2
 
 
-def test_two_attacks_give_the_samples_back(simulate, data):
-    samples = data()
-    simulate(LabelFlip([0]), Backdoor([1]), datamodule=samples)
-    x, y = samples.train.tensors
-    assert torch.equal(y, torch.arange(120) % 3)
-    assert torch.equal(x, data().train.tensors[0])
+class Fails(Callback):
+    def on_train_batch_end(self, *args):
+        raise KeyError("stop")
 
 
-def test_clients_are_measured_on_their_own_samples_after_the_training(simulate, data):
-    seen = []
+@pytest.mark.parametrize("ends", [[], [Fails()]], ids=["ended", "failed"])
+def test_samples_are_given_back_once_training_has_ended_or_failed(simulate, data, ends):
+    samples, seen = data(), []
 
     class Look(Callback):
+        """Here clients are measured on their own samples."""
+
         def on_fit_end(self, trainer, pl_module):
-            seen.append(torch.equal(trainer.datamodule.train.tensors[1], torch.arange(120) % 3))
+            seen.append(trainer.datamodule.train.tensors)
 
-    simulate(Look(), LabelFlip(0.5), Backdoor([1], name="other"))
-    assert seen == [True]
+    attacks = LabelFlip(0.5), Backdoor([1], name="other")
+    with pytest.raises(KeyError) if ends else nullcontext():
+        simulate(Look(), *attacks, *ends, datamodule=samples)
+    assert bool(seen) != bool(ends)
+    for x, y in (*seen, samples.train.tensors):
+        assert torch.equal(y, torch.arange(120) % 3)
+        assert torch.equal(x, data().train.tensors[0])
 
 
-def test_other_attackers_in_a_resumed_run_are_named(simulate, trainer, data, tmp_path):
-    kept = RoundCheckpoint(str(tmp_path))
-    module, _ = simulate(ClientAttack([0]), kept, enable_checkpointing=True)
-    loop = FederatedLoop(policy=Schedule(num_steps=2), seed=3)
-    callbacks = [ClientAttack([1]), RoundCheckpoint(str(tmp_path))]
-    federation = trainer(loop, rounds=4, callbacks=callbacks, enable_checkpointing=True)
+@pytest.fixture
+def kept(simulate, tmp_path):
+    """Train with an attack, or resume that run, and leave a checkpoint."""
+
+    def run(attack, is_resumed=False, **options):
+        path = str(tmp_path / "last.ckpt") if is_resumed else None
+        options |= {"enable_checkpointing": True, "ckpt_path": path}
+        return simulate(attack, RoundCheckpoint(str(tmp_path)), **options)
+
+    return run
+
+
+def test_other_attackers_in_a_resumed_run_are_named(kept):
+    kept(ClientAttack([0]))
     named = r'attacks is \["ClientAttack\(clients=\[1\].*clients=\[0\]'
     with pytest.warns(UserWarning, match=named):
-        federation.fit(module, data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+        kept(ClientAttack([1]), True, rounds=4, quiet=False)
 
 
-def test_another_seed_than_the_checkpoints_is_refused(simulate, trainer, data, tmp_path):
-    simulate(LabelFlip(0.5), RoundCheckpoint(str(tmp_path / "a")), enable_checkpointing=True)
-    loop = FederatedLoop(policy=Schedule(num_steps=2))
-    module, _ = simulate(rounds=1)
-    callbacks = [LabelFlip(0.5), RoundCheckpoint(str(tmp_path / "a"))]
-    with pytest.raises(
-        FederationError, match=r"seed of the checkpoint is 3, but attackers .* seed 0"
-    ):
-        trainer(loop, callbacks=callbacks, enable_checkpointing=True).fit(
-            module, data(), ckpt_path=str(tmp_path / "a" / "last.ckpt"), weights_only=True
-        )
-
-
-@pytest.mark.parametrize("make", [lambda: LabelFlip(0.5), lambda: Backdoor(0.5, trigger_value=3.0)])
-def test_attacks_on_data_resume_with_the_checkpoints_seed(simulate, tmp_path, make):
-    def kept(name):
-        return RoundCheckpoint(str(tmp_path / name))
-
-    def run(name, rounds, path=None):
-        callbacks = (make(), kept(name))
-        options = {"enable_checkpointing": True, "ckpt_path": path}
-        return simulate(*callbacks, rounds=rounds, **options)
-
-    whole, first = run("whole", 4)
-    run("parts", 2)
-    parts, second = run("parts", 4, str(tmp_path / "parts" / "last.ckpt"))
-    assert first.rows == second.rows
-    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
-        assert torch.equal(a, b)
+def test_another_seed_than_the_checkpoints_is_refused(kept):
+    kept(LabelFlip(0.5))
+    words = r"seed of the checkpoint is 3, but attackers .* seed 0"
+    with pytest.raises(FederationError, match=words):
+        kept(LabelFlip(0.5), True, seed=None)
 
 
 @pytest.mark.parametrize(
@@ -317,12 +280,12 @@ def test_attacks_on_data_resume_with_the_checkpoints_seed(simulate, tmp_path, ma
         (lambda: Backdoor(size=0), "size must be an integer of at least 1"),
     ],
 )
-def test_bad_options(make, message):
+def test_wrong_option_raises(make, message):
     with pytest.raises(FederationError, match=message):
         make()
 
 
-def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, foreign):
+def test_attack_that_does_not_fit_raises(simulate, trainer, data, blobs, linear, foreign):
     with pytest.raises(FederationError, match=r"an id in clients must be .*\[0, 3\], got 9"):
         simulate(ClientAttack([0, 9]))
     with pytest.raises(FederationError, match=r"an id in clients must be .*\[0, 3\], got 9"):

@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -28,34 +29,9 @@ class Written(ClientFaults):
         return self.faults.get((round + 1, client))
 
 
-@pytest.mark.slow
-def test_half_of_all_clients_fail_in_every_way(simulate):
-    """60 rounds: nothing hangs, nothing is NaN, every loss is counted."""
-    faults = ClientFaults(0.125, 0.125, 0.125, 0.125, straggler=0.1, deadline=0.1, speed_sigma=0.3)
-    made, loop = simulate(
-        faults, rounds=60, clients=6, aggregator=CoordinateMedian(), min_clients=2
-    )
-    assert len(loop.rows) == 60
-    assert all(p.isfinite().all() for p in made.parameters())
-    lost = {}
-    for round, client, fault in faults.happened:
-        assert loop.rows[round - 1]["clients"] == 6
-        if fault != "blowup":
-            lost.setdefault(round, set()).add(client)
-    for row in loop.rows:
-        named = {int(c) for c in row["dropped_clients"].split()}
-        assert named == lost.get(row["round"], set())
-        assert row["dropped"] == len(named)
-    kinds = [fault for _, _, fault in faults.happened]
-    for fault in ("dropout", "crash", "nan", "blowup"):
-        assert 25 < kinds.count(fault) < 65  # 45 of 360 are expected
-    assert kinds.count("late") > 6
-    assert sum(row["val_acc"] > 0.9 for row in loop.rows) > 20
-
-
 def test_faults_are_those_of_the_seed_whatever_the_rule_and_are_in_a_file(simulate):
     runs = [(ClientFaults(dropout=0.3, blowup=0.2), rule) for rule in (None, CoordinateMedian())]
-    loops = [simulate(faults, rounds=5, aggregator=rule)[1] for faults, rule in runs]
+    loops = [simulate(faults, aggregator=rule)[1] for faults, rule in runs]
     assert runs[0][0].happened == runs[1][0].happened
     path = loops[0].table_path(loops[0].fit.trainer).with_name("faults.csv")
     lines = [",".join(map(str, each)) for each in runs[0][0].happened]
@@ -204,6 +180,13 @@ def test_who_is_late_is_told_as_it_was_dropped(simulate):
     assert faults.happened == []
 
 
+def test_faults_are_as_likely_as_said():
+    faults = ClientFaults(0.125, 0.125, 0.125, 0.125)
+    kinds = Counter(faults.fault_of(3, round, c) for round in range(60) for c in range(60))
+    for fault in ("dropout", "crash", "nan", "blowup"):
+        assert kinds[fault] == pytest.approx(450, abs=70)  # of 3,600
+
+
 def test_stragglers_are_slow_as_often_as_said(simulate):
     faults = ClientFaults(straggler=0.25, straggler_factor=4.0, step_seconds=1.0, bandwidth=1e15)
     simulate(faults, rounds=1)
@@ -228,7 +211,7 @@ def test_stragglers_are_slow_as_often_as_said(simulate):
         ),
     ],
 )
-def test_bad_options(make, message):
+def test_wrong_option_raises(make, message):
     with pytest.raises(FederationError, match=message):
         make()
 

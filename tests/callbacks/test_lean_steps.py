@@ -131,7 +131,7 @@ def federation(fit, module, lean, *callbacks, policy=None, phases=(), **options)
 )
 @pytest.mark.filterwarnings("ignore:You have overridden .on_after_batch_transfer")
 @pytest.mark.filterwarnings("ignore:.*training_step.* returned .None.")
-def test_they_are_lightnings(fit, steps_of_lightning, module, options):
+def test_lean_steps_equal_those_of_lightning(fit, steps_of_lightning, module, options):
     found = []
     for lean in (False, True):
         steps_of_lightning.clear()

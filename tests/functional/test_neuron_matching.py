@@ -608,7 +608,7 @@ def test_clients_of_different_widths_and_a_start():
     ],
 )
 @pytest.mark.parametrize("how", [match_networks, match_upwards])
-def test_bad_class_counts(how, counts, message):
+def test_bad_class_counts_raise(how, counts, message):
     with pytest.raises(FederationError, match=message):
         how([network(4, 3, 3), network(4, 5, 3)], counts)
 
@@ -622,6 +622,6 @@ def test_bad_class_counts(how, counts, message):
         ([(torch.full((3, 4), torch.nan), torch.zeros(3)), *network(3, 3)], "non-finite"),
     ],
 )
-def test_networks_that_do_not_fit(other, message):
+def test_networks_that_do_not_fit_raise(other, message):
     with pytest.raises(FederationError, match=message):
         match_networks([network(4, 3, 3), other])

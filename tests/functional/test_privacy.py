@@ -110,7 +110,7 @@ def test_noise_for_a_target(cohort):
         ((1e4, 1e-5, 1), "epsilon 10000 requires almost no noise"),
     ],
 )
-def test_bad_targets(args, message):
+def test_bad_targets_raise(args, message):
     with pytest.raises(FederationError, match=message):
         noise_multiplier(*args, EVERYONE)
 

@@ -53,7 +53,7 @@ def _both_ways(request, monkeypatch):
     monkeypatch.setattr(summation, "PIECE", 16)
 
 
-def test_it_is_right_where_scales_differ_by_hundreds_of_orders():
+def test_sum_is_exact_where_scales_differ_by_hundreds_of_orders():
     rows = addends()
     check(sum_value(total_of(rows)), rows)
 
@@ -87,7 +87,7 @@ def test_order_and_grouping_do_not_change_a_bit():
         [],
     ],
 )
-def test_hard_columns(column):
+def test_hard_columns_are_summed_exactly(column):
     rows = torch.tensor(column, dtype=torch.float64)[:, None]
     expected = sum_value(total_of(rows))
     check(expected, rows)
@@ -106,7 +106,7 @@ def test_halves_of_units_are_rounded_alike():
         assert torch.equal(sum_value(total_of(rows[order])), expected)
 
 
-def test_it_is_no_worse_than_fsum_for_typical_updates():
+def test_sum_of_typical_updates_equals_fsum():
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(50, 20, generator=random).double() * 1e-3 + 1
     right = torch.tensor([math.fsum(column) for column in rows.T.tolist()], dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_what_is_not_finite_stays_in_its_coordinate():
     assert sum_value(total_of(rows)).isfinite().tolist() == [False, True, False, True]
 
 
-def test_it_counts_millions():
+def test_sum_of_millions_is_exact():
     total = total_of(torch.full((1, 1), 2.0**32 - 1, dtype=torch.float64))
     for _ in range(20):  # doubled by itself, which is as many addends as it may have
         total = merged_sums(torch.stack([total, total]))

@@ -211,19 +211,6 @@ def test_losses_of_steps_are_recorded_for_one_client_or_several_at_once(module):
     assert made.train_loss.compute().item() == pytest.approx((8 + 8 + 12 + 28 + 2) / 16)
 
 
-def test_the_hook_at_the_end_of_a_client_is_called_once_per_client(fit, module):
-    calls = []
-
-    class Counting(ClientModule):
-        def on_client_end(self):
-            super().on_client_end()
-            calls.append(self.trainer.current_epoch)
-
-    loop = fit(module(Counting), rounds=2)
-    assert calls == [0] * 4 + [1] * 4
-    assert all(row["train_loss"] > 0 for row in loop.rows)
-
-
 # --- what training leaves behind ------------------------------------------------------------------
 
 
@@ -293,7 +280,7 @@ def loaders(blobs, batch_size=32):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_it_is_an_ordinary_module_too(trainer, module, blobs):
+def test_module_trains_without_a_federation(trainer, module, blobs):
     made = module(optimizer=functools.partial(torch.optim.SGD, lr=0.0))
     runner = trainer(False, 2, log_every_n_steps=1)
     runner.fit(made, *loaders(blobs))

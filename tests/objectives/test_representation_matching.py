@@ -385,19 +385,6 @@ def test_theta_belongs_to_the_client(federation):
     assert loop.runner.num_parameters == sum(p.numel() for p in module.net.parameters())
 
 
-def test_without_weight_it_is_fedavg(fit, blobs, flat):
-    def run(terms):
-        torch.manual_seed(0)
-        module = ClientModule(mlp(), terms=terms).double()
-        data = FederatedDataModule(blobs(96), num_clients=4, batch_size=10, seed=1)
-        fit(module, FederatedLoop(policy=Schedule(lr=0.1, num_steps=3), seed=3), data, rounds=2)
-        return flat(module.net)
-
-    plain = run([])
-    torch.testing.assert_close(run([RepresentationMatching(0.0)]), plain, atol=1e-14, rtol=0)
-    assert not torch.allclose(run([RepresentationMatching(0.1)]), plain)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("net", [mlp, conv_pool_relu, conv_relu_pool])

@@ -90,7 +90,7 @@ def test_the_other_policy_learns_too():
     assert policy.metrics() == inner.metrics()
 
 
-def test_what_does_not_fit_is_refused(fit):
+def test_policy_without_a_use_for_mu_raises(fit):
     plain = ClientModule(torch.nn.Linear(4, 2)).double()
     with pytest.raises(FederationError, match="AdaptiveMu sets mu, and ClientModule declares"):
         fit(plain, FederatedLoop(policy=AdaptiveMu(), seed=1), samples())

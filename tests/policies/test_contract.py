@@ -67,7 +67,7 @@ def test_its_values_make_a_plan(make, clients, round):
 
 
 @every_policy
-def test_asked_twice_it_says_the_same_and_changes_nothing(make):
+def test_sample_is_repeatable_and_changes_nothing(make):
     policy, clients = learned(make()), COHORTS[1].clone()
     before, random = copy.deepcopy(policy.state_dict()), torch.get_rng_state()
     first = policy.sample(3, clients)

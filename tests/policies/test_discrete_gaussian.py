@@ -65,7 +65,7 @@ def test_an_axis_is_scaled_to_its_middle():
     assert normalized_axis([10, 20, 60]).tolist() == pytest.approx([-0.5, -0.3, 0.5])
 
 
-def test_baselines():
+def test_weights_subtract_the_baselines():
     assert causal_weights(torch.tensor([1.0, 2.0, 6.0])).tolist() == [-2, -1, 3]
     # Weights 1, 2, 2, 1 of the neighbors, at distances 2, 1, 1, 2.
     found = centered_weights(torch.tensor([1.0, 2.0, 9.0, 4.0, 5.0]))
@@ -204,7 +204,7 @@ def test_adam_is_that_of_torch(optimizer):
     "options",
     [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"centered": True}, {"window": 0}))],
 )
-def test_it_finds_the_best_arm(options):
+def test_policy_finds_the_best_setting(options):
     """In each of four runs; without a baseline's window nothing is learned."""
     means = [bandit(seed, **options) for seed in range(4)]
     if options.get("window") == 0:

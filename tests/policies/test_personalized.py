@@ -119,7 +119,7 @@ def test_a_round_that_samples_nobody_teaches_nothing(fit, data, method):
     assert not policy.means.any()
 
 
-@pytest.mark.parametrize("method", ["contribution", "reward"])
+@pytest.mark.parametrize("method", [pytest.param("contribution", marks=pytest.mark.slow), "reward"])
 def test_a_setting_that_diverges_is_unlearnt(fit, data, method):
     policy = PersonalizedPolicyGradient(
         [{"lr": 0.1, "num_steps": 2}, {"lr": 1e306, "num_steps": 2}], method, step=0.5, seed=0
@@ -141,7 +141,7 @@ def test_the_first_signal_is_not_scaled_by_a_round_that_had_none():
 
 
 @pytest.mark.parametrize("method", ["contribution", "reward"])
-def test_it_finds_what_is_best_for_each_client(method):
+def test_policy_finds_the_best_setting_of_each_client(method):
     """Even clients are better with the first setting, odd ones with the second."""
     policy = PersonalizedPolicyGradient(TWO, method, step=0.3, seed=3)
     clients = list(range(6))

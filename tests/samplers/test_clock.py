@@ -44,7 +44,7 @@ def tick_by_tick(num_clients, concurrency, buffer_size, order, seconds, flushes,
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_it_is_the_plain_simulation(data):
+def test_clock_equals_a_simulation_tick_by_tick(data):
     n = data.draw(st.integers(1, 9))
     concurrency, buffer_size = (data.draw(st.integers(1, n)) for _ in range(2))
     # Few different durations: many clients finish at the same time.
@@ -71,7 +71,7 @@ def test_it_is_the_plain_simulation(data):
     ]
 
 
-def test_it_is_read_slowly_or_from_the_start_and_is_the_same():
+def test_flush_does_not_depend_on_earlier_flushes():
     def made():
         return VirtualClock(20, 7, 3, permuted(20), lambda c, v, k: 1.0 + c % 5 + 0.1 * v)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_fl import ClientModule
-from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.federation.client_memory import ClientMemory
@@ -53,7 +53,7 @@ def test_errors_wait_while_other_layers_are_trained():
     assert sent(3, [2, 3], 0.0, 0.0, 0.5, 0.0) == [0, 0, 2.5, 0]
 
 
-def test_nothing_is_lost_but_later():
+def test_all_that_was_not_sent_is_kept():
     """All that was sent and what is left is all that there was."""
     for transform in (TopK(0.2), Quantize(1), Quantize(4, error_feedback=True)):
         memory, random, total = {}, torch.Generator().manual_seed(0), torch.zeros(10).double()
@@ -147,13 +147,6 @@ def poison(made, loop):
         return {**out, "loss": out["loss"] * factor} if isinstance(out, dict) else out * factor
 
     made.training_step = poisoned
-
-
-def test_personal_evaluation_is_not_disturbed(fit, data):
-    loop = FederatedLoop(update_transforms=[TopK(0.2)], optimizer_state="keep")
-    callbacks = [PersonalizedEvaluation(steps=2)]
-    fit(module(), loop, data(local_test_size=0.3), rounds=2, callbacks=callbacks)
-    assert "personal/mean" in loop.rows[-1]
 
 
 def test_a_class_instead_of_a_transform_is_refused():
