@@ -941,8 +941,14 @@ def test_a_loader_instead_of_a_federation_is_refused(foreign, trainer, blobs):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clients_per_round": 9}, r"clients_per_round must be .*\[1, 4\], got 9: there are 4 clients"),
-        ({"min_clients": 3, "client_fraction": 0.5}, r"min_clients must be .*\[1, 2\], got 3: increase"),
+        (
+            {"clients_per_round": 9},
+            r"clients_per_round must be .*\[1, 4\], got 9: there are 4 clients",
+        ),
+        (
+            {"min_clients": 3, "client_fraction": 0.5},
+            r"min_clients must be .*\[1, 2\], got 3: increase",
+        ),
         *(
             ({"sampler": Only(answer), "clients_per_round": 2}, "distinct clients from 0 to 3")
             for answer in ([0, 0], [1, 4], [-1, 2])
