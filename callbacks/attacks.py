@@ -173,14 +173,10 @@ class DataAttack(Attack):
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         labels: Tensor | None = getattr(data, "class_labels", None)
-        if labels is None or not hasattr(data, "replace_samples"):
+        if labels is None or labels.is_floating_point() or labels.ndim != 1:
             raise FederationError(
-                f"{type(self).__name__} changes class labels: use a FederatedDataModule with"
-                " class labels"
-            )
-        if labels.is_floating_point() or labels.ndim != 1:
-            raise FederationError(
-                f"{type(self).__name__} requires one integer class label per sample"
+                f"{type(self).__name__} changes class labels: use a FederatedDataModule with one"
+                " integer class label per sample"
             )
         self._data, self._classes = data, int(labels.max()) + 1
         self.prepare(data)

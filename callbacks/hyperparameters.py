@@ -69,7 +69,8 @@ def describe_run(fit: Fit) -> dict[str, Any]:
 
 def network_name(module: LightningModule) -> str | None:
     """Return the class name of the network ``module.net``; None if the module has none."""
-    return type(module.net).__name__ if hasattr(module, "net") else None
+    net = dict(module.named_children()).get("net")
+    return None if net is None else type(net).__name__
 
 
 @rank_zero_only

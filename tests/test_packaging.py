@@ -178,7 +178,8 @@ def test_the_wheel_holds_every_module_and_config_once_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = Counter(name for name in archive.namelist() if ".dist-info/" not in name)
     configs = {f"lightning_fl/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.yaml")}
-    others = {"lightning_fl/py.typed", *(f"lightning_fl/report/page.{s}" for s in ("html", "js"))}
+    of_reports = ("figures.mplstyle", "page.html", "page.js")
+    others = {"lightning_fl/py.typed", *(f"lightning_fl/report/{name}" for name in of_reports)}
     others |= {"lightning_fl/methods/index.md"}  # what `lightning-fl methods` reads
     others |= {f"lightning_fl/cli/project_files/{path.name}" for path in quick.FILES.iterdir()}
     app = (ROOT / "lightning_fl" / "integrations" / "flower_app").iterdir()

@@ -109,7 +109,7 @@ class Site(FromClients):
 
     def __init__(self, samples: Dataset[Any], like: FederatedDataModule) -> None:
         names = ("batch_size", "replacement", "drop_last", "eval_batch_size", "num_workers")
-        options = {name: getattr(like, name) for name in names}
+        options = {name: vars(like)[name] for name in names}
         super().__init__([samples], val_size=0, collate_fn=like.collate_fn, **options)
         self.like = like
         for name in TRANSFER_HOOKS:  # others are those of the module, as in a simulation

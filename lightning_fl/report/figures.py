@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, TypeAlias
 
@@ -28,27 +29,11 @@ DASHES = ("-", "--", ":")
 MOST_LINES, MOST_PANELS, MOST_POINTS = 12, 12, 6000
 #: Number of seeds from which a line has a band.
 FEW_SEEDS = 5
+STYLE: Any = mpl.rc_params_from_file(
+    Path(__file__).with_name("figures.mplstyle"), use_default_template=False
+)
 #: Colors of text, axes and grid lines. In the page, they follow its color scheme.
-INK, SOFT, GRID = "#1c2331", "#5b6473", "#e3e6eb"
-STYLE: dict[Any, Any] = {  # matplotlib's type lists every name
-    "axes.axisbelow": True,
-    "axes.edgecolor": SOFT,
-    "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "figure.constrained_layout.use": True,
-    "font.family": "DejaVu Sans",  # other fonts would give other bytes on other machines
-    "font.size": 11,
-    "grid.color": GRID,
-    "lines.linewidth": 1.6,
-    "svg.fonttype": "none",
-    "text.color": INK,
-    "xtick.color": SOFT,
-    "xtick.labelcolor": INK,
-    "ytick.color": SOFT,
-    "ytick.labelcolor": INK,
-}
+INK, SOFT, GRID = (STYLE[name] for name in ("text.color", "axes.edgecolor", "grid.color"))
 #: Width and height of a panel in inches.
 PANEL = (4.4, 3.2)
 #: Names of the colors in the style sheet of the page.

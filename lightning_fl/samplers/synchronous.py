@@ -102,11 +102,10 @@ class WeightedSampler(ClientSampler):
             raise FederationError(
                 f"weights must have {len(num_samples)} entries, one per client, got {len(weights)}"
             )
-        if (positive := int((weights > 0).sum())) < count:
-            raise FederationError(
-                f"{count} clients are sampled per round, but only {positive} have a positive"
-                " weight: decrease clients_per_round or client_fraction, or increase weights"
-            )
+        positive, hint = int((weights > 0).sum()), "decrease clients_per_round or client_fraction"
+        check_integer(
+            "the number of clients with a positive weight", positive, min=count, hint=hint
+        )
         return weights
 
 

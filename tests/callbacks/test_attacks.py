@@ -295,7 +295,7 @@ def test_attack_that_does_not_fit_raises(simulate, trainer, data, blobs, linear,
     x, y = blobs().tensors
     with pytest.raises(FederationError, match="not in memory: set trigger_value"):
         simulate(Backdoor(), datamodule=data(train=Samples(x, y)))
-    with pytest.raises(FederationError, match="FederatedDataModule with class labels"):
+    with pytest.raises(FederationError, match="FederatedDataModule with one integer"):
         simulate(LabelFlip(), datamodule=data(train=list(blobs())))
     unmeasured = FederatedDataModule(blobs(), num_clients=4, val_size=0)
     with pytest.raises(FederationError, match="requires validation samples: set val_size"):
@@ -310,7 +310,7 @@ def test_attack_that_does_not_fit_raises(simulate, trainer, data, blobs, linear,
     with pytest.raises(FederationError, match=r"value must be a number in .0, 255., got 300"):
         trainer(callbacks=[Backdoor(trigger_value=300)]).fit(foreign(), pictures)
     numbers = FederatedDataModule(InMemory(x, x[:, 0]), InMemory(x, x[:, 0]), num_clients=2)
-    with pytest.raises(FederationError, match="requires one integer class label per sample"):
+    with pytest.raises(FederationError, match="one integer class label per sample"):
         trainer(callbacks=[LabelFlip()]).fit(linear(features=6), numbers)
     with pytest.raises(FederationError, match="LabelFlip requires a FederatedLoop"):
         trainer(loop=False, callbacks=[LabelFlip()]).fit(linear(), data())
