@@ -526,7 +526,8 @@ ROWS = {
 LONG = (
     *("FedAdam, MOON, DiscreteGaussianReinforce", "FedPIDAvg, SpeechCommands", "FedMA"),
     *("ClusteredFL, RunReport", "Staged, StagedPolicy", "StreamingPFNM, a stream"),
-    *("DPFedAvg, PoissonSampler", "SecureAggregation, DPFedAvg", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
+    *("DPFedAvg, PoissonSampler", "SecureAggregation, DPFedAvg", "FedBuff, AsynchronousSampler"),
+    *("FedAsync", "BatchNorm, kept"),
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
     *("PFedMe, batches that are weighted", "Adaptive, kept"),
 )

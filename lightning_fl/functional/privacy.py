@@ -187,8 +187,12 @@ def clipped_sum(gradients: Mapping[str, Tensor], clip: float) -> dict[str, Tenso
         >>> clipped_sum({"w": torch.tensor([[3.0], [0.5]]), "b": torch.tensor([4.0, 0.0])}, 1.0)
         {'w': tensor([1.1000]), 'b': tensor(0.8000)}
     """
-    squares = [g.reshape(len(g), -1).double().square().sum(1) for g in gradients.values()]
-    scale = (clip / torch.stack(squares).sum(0).sqrt()).clamp(max=1.0)
+    norm = torch.linalg.vector_norm  # at least in float32: float64 takes ten times as long
+    parts = [
+        norm(g.reshape(len(g), -1), dim=1, dtype=torch.promote_types(g.dtype, torch.float32))
+        for g in gradients.values()
+    ]
+    scale = (clip / norm(torch.stack(parts), dim=0)).clamp(max=1.0)
     return {name: torch.tensordot(scale.to(g), g, 1) for name, g in gradients.items()}
 
 
