@@ -6,7 +6,7 @@ Ten clients have numbers of their own lengths; the module finds out whether the 
 
 Prints (seed 1, 15 s on one core):
 
-    test accuracy 0.917, with pooled training 0.900
+    test accuracy 0.962, with pooled training 0.950
 """
 
 import lightning as L

@@ -4,7 +4,7 @@
 
 Prints (seed 1, 20 s on one core):
 
-    test accuracy 0.714, with pooled training 0.896
+    test accuracy 0.710, with pooled training 0.865
 """
 
 from dataclasses import make_dataclass

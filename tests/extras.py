@@ -1,7 +1,7 @@
 """Tests of what needs the extra ``peft`` or Opacus, which the tests' environment may lack.
 
-The packages of ``peft`` bring transformers, which torchmetrics imports wherever it is installed: every process
-of the tests would start two seconds later.
+The packages of ``peft`` bring transformers, which torchmetrics imports wherever it is installed:
+every process of the tests would start two seconds later.
 """
 
 from importlib.util import find_spec

@@ -218,13 +218,13 @@ def sample_epsilon(steps: Mapping[tuple[float, float], int], delta: float) -> fl
         7.9
     """
     opacus: Any = imported("opacus.accountants", user="DPSGD", extra="privacy")
-    orders, losses = opacus.RDPAccountant.DEFAULT_ALPHAS, 0.0
-    for (noise, rate), count in steps.items():
-        if count and not noise:
-            return math.inf
-        losses = losses + count * _loss_of_step(noise, rate) if count else losses
-    if isinstance(losses, float):
+    taken = {kind: count for kind, count in steps.items() if count}
+    if not all(noise for noise, _ in taken):
+        return math.inf
+    if not taken:
         return 0.0
+    losses = sum(count * _loss_of_step(*kind) for kind, count in taken.items())
+    orders = opacus.RDPAccountant.DEFAULT_ALPHAS
     with warnings.catch_warnings():  # of orders at the end of the list, which are bounds, too
         warnings.simplefilter("ignore")
         spent = opacus.analysis.rdp.get_privacy_spent(orders=orders, rdp=losses, delta=delta)
@@ -236,9 +236,7 @@ def _loss_of_step(noise: float, rate: float) -> Any:
     """Return the Renyi differential privacy of a step at Opacus' orders, which adds up."""
     opacus: Any = imported("opacus.accountants", user="DPSGD", extra="privacy")
     orders = opacus.RDPAccountant.DEFAULT_ALPHAS
-    return opacus.analysis.rdp.compute_rdp(
-        q=rate, noise_multiplier=noise, steps=1, orders=orders
-    )
+    return opacus.analysis.rdp.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders)
 
 
 def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:

@@ -38,13 +38,14 @@ class DPSGD(TwoPassModule):
     such as ``Schedule(num_steps=10)``.
 
     The callback :class:`SampleAccountant`, which the module brings with it, computes
-    :math:`\varepsilon` of each client with Opacus. In the table of rounds, ``sample_epsilon`` is the
-    largest one of all clients so far; :class:`~lightning_fl.callbacks.RunReport` writes all of them
-    to its table of clients. The guarantee is :math:`(\varepsilon, \delta)`-differential privacy with
-    respect to adding or removing one sample of a client, and covers all models that it has sent,
-    against observers who do not know the seed of the run, from which the noise derives. It covers
-    neither the numbers of samples nor the losses that clients log. Noise is drawn from a generator
-    that is not cryptographically secure: use the module to simulate privacy, not to protect data.
+    :math:`\varepsilon` of each client with Opacus. In the table of rounds, ``sample_epsilon`` is
+    the largest one of all clients so far; :class:`~lightning_fl.callbacks.RunReport` writes all of
+    them to its table of clients. The guarantee is :math:`(\varepsilon, \delta)`-differential
+    privacy with respect to adding or removing one sample of a client. It covers all models that the
+    client has sent, against observers who do not know the seed of the run, from which the noise
+    derives. It covers neither the numbers of samples nor the losses that clients log. Noise is
+    drawn from a generator that is not cryptographically secure: use the module to simulate privacy,
+    not to protect data.
 
     Clients train one after another: drawn batches differ in size, and vectorized ones cannot.
 
