@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +119,7 @@ class SecureAggregation(Aggregator):
                 f" ({', '.join(single) or 'other rules'}), and {type(self).__name__} reveals sums"
                 " only: use a rule such as FedAvg, FedOpt, Scaffold or DPFedAvg"
             )
-        options = {
+        options: dict[str, Any] = {
             "clip": self.clip,
             "bits": self.bits,
             "max_weight": self._largest_weight(),
