@@ -583,13 +583,8 @@ ROWS = {
 LONG = (
     *("FedAdam, MOON, DiscreteGaussianReinforce", "FedPIDAvg, SpeechCommands", "FedMA"),
     *("ClusteredFL, RunReport", "Staged, StagedPolicy", "StreamingPFNM, a stream"),
-    *(
-        "DPFedAvg, PoissonSampler",
-        "SecureAggregation, DPFedAvg",
-        "FedBuff, AsynchronousSampler",
-        "FedAsync",
-        "BatchNorm, kept",
-    ),
+    *("DPFedAvg, PoissonSampler", "SecureAggregation, DPFedAvg", "FedBuff, AsynchronousSampler"),
+    *("FedAsync", "BatchNorm, kept"),
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
     *("PFedMe, batches that are weighted", "Adaptive, kept", "two optimizers, kept"),
     *("FedAMP, Proximal", "FedRoD, clients with uneven work", "FedProto, local networks"),

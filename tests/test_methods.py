@@ -24,7 +24,7 @@ METHODS = [
     for section in re.split("^## ", page.read_text(), flags=re.MULTILINE)[1:]
 ]
 PARTS = ["Equation", "When to use it", "Configuration", "Result", "Paper"]
-NEEDED = {"LoRA": "peft", "DPFedAvg": "dp_accounting"}
+NEEDED = {"LoRA": "peft", "DPFedAvg": "dp_accounting", "DPSGD": "opacus"}
 
 
 @pytest.fixture

@@ -181,8 +181,9 @@ class Aggregator(Metric, ABC):
         It is empty for rules that need sums over the clients of a round only, those of
         :meth:`add_sum` and :meth:`add_counts`.
         """
-        is_sum = {n: self._reductions[n] is dim_zero_sum for n in self._defaults}
-        single = [n for n, first in self._defaults.items() if not is_sum[n] or len(first) != 1]
+        states = self._defaults.items()
+        sums = {n: self._reductions[n] is dim_zero_sum for n in self._defaults}
+        single = [n for n, first in states if not sums[n] or torch.as_tensor(first).numel() != 1]
         return [*single, *self.grown]
 
     def rejected(self, clients: Tensor) -> Mapping[int, str]:

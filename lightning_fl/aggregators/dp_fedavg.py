@@ -53,14 +53,15 @@ class DPFedAvg(FedOpt):
     model, of noise alone if no client returned. Policies that learn from reports of single clients
     are not allowed either.
 
-    With ``noise_by="clients"`` each client adds noise of variance :math:`z^2 C^2 / m` to its clipped
-    update, so that under :class:`SecureAggregation` nobody sees an update without noise. The sum has
-    the same distribution if all :math:`m` clients return. Noise of clients that drop out is missing:
-    with :math:`r` updates the round counts in epsilon with the noise multiplier
-    :math:`z \sqrt{r / m}`, and a round without updates releases nothing. Whether a client drops out
-    must not depend on its data, and a client without data still adds its noise. The analysis leaves
-    out that :class:`SecureAggregation` clips and rounds noisy updates before it adds them: choose a
-    range that clips none, and integers whose steps are much smaller than the noise.
+    With ``noise_by="clients"`` each client adds noise of variance :math:`z^2 C^2 / m` to its
+    clipped update, so that under :class:`SecureAggregation` nobody sees an update without noise.
+    The sum has the same distribution if all :math:`m` clients return. Noise of clients that drop
+    out is missing: with :math:`r` updates the round counts in epsilon with the noise multiplier
+    :math:`z \sqrt{r / m}`, and a round without updates releases nothing. Whether a client drops
+    out must not depend on its data, and a client whose data are removed still adds its noise. The
+    analysis leaves out that :class:`SecureAggregation` clips and rounds noisy updates before it
+    adds them: choose a range that clips none, and integers whose steps are much smaller than the
+    noise.
 
     Args:
         noise_multiplier: Noise multiplier :math:`z`. 0 gives no privacy.
@@ -112,8 +113,8 @@ class DPFedAvg(FedOpt):
         self.noise_by = check_choice("noise_by", noise_by, "server", "clients")
         if quantile is not None and noise_by == "clients":
             raise FederationError(
-                "the count of updates within the norm has no noise of clients: set quantile=None, or"
-                " noise_by='server'"
+                "the count of updates within the norm has no noise of clients: set quantile=None,"
+                " or noise_by='server'"
             )
         self.noise_multiplier = float(check_number("noise_multiplier", noise_multiplier, min=0))
         self.clip_norm = float(check_number("clip_norm", clip_norm, above=0))

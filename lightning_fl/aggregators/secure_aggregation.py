@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ class SecureAggregation(Aggregator):
     It shows which model a rule finds from clipped and rounded updates. Each client clips the
     entries of its update to :math:`[-c, c]`, multiplies it by its weight, and rounds it to an
     integer (:mod:`~lightning_fl.functional.fixed_point`); the server adds the integers modulo
-    :math:`2^b`, and the wrapped rule reads the sum. For weights :math:`n_k`, the mean of the updates
-    of clients :math:`S`, none of which is clipped, has an error of at most
+    :math:`2^b`, and the wrapped rule reads the sum. For weights :math:`n_k`, the mean of the
+    updates of clients :math:`S`, none of which is clipped, has an error of at most
 
     .. math:: \frac{|S|\, c \max_k n_k}{2\, q_{\max} \sum_{k \in S} n_k}, \qquad
         q_{\max} = \Bigl\lfloor \frac{2^{b-1} - 1}{M} \Bigr\rfloor,
@@ -118,7 +119,7 @@ class SecureAggregation(Aggregator):
                 f" ({', '.join(single) or 'other rules'}), and {type(self).__name__} reveals sums"
                 " only: use a rule such as FedAvg, FedOpt, Scaffold or DPFedAvg"
             )
-        options = {
+        options: dict[str, Any] = {
             "clip": self.clip,
             "bits": self.bits,
             "max_weight": self._largest_weight(),

@@ -38,7 +38,7 @@ def largest_integer(bits: int, clients: int) -> int:
         >>> largest_integer(8, clients=10)  # 10 * 12 < 2**7
         12
     """
-    largest = (2 ** (bits - 1) - 1) // clients
+    largest: int = (2 ** (bits - 1) - 1) // clients
     if not largest:
         raise FederationError(
             f"a sum of {clients} clients does not fit into {bits} bits: it needs at least"

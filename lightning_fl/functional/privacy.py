@@ -187,8 +187,12 @@ def clipped_sum(gradients: Mapping[str, Tensor], clip: float) -> dict[str, Tenso
         >>> clipped_sum({"w": torch.tensor([[3.0], [0.5]]), "b": torch.tensor([4.0, 0.0])}, 1.0)
         {'w': tensor([1.1000]), 'b': tensor(0.8000)}
     """
-    squares = [g.reshape(len(g), -1).double().square().sum(1) for g in gradients.values()]
-    scale = (clip / torch.stack(squares).sum(0).sqrt()).clamp(max=1.0)
+    norm = torch.linalg.vector_norm  # at least in float32: float64 takes ten times as long
+    parts = [
+        norm(g.reshape(len(g), -1), dim=1, dtype=torch.promote_types(g.dtype, torch.float32))
+        for g in gradients.values()
+    ]
+    scale = (clip / norm(torch.stack(parts), dim=0)).clamp(max=1.0)
     return {name: torch.tensordot(scale.to(g), g, 1) for name, g in gradients.items()}
 
 
@@ -214,13 +218,13 @@ def sample_epsilon(steps: Mapping[tuple[float, float], int], delta: float) -> fl
         7.9
     """
     opacus: Any = imported("opacus.accountants", user="DPSGD", extra="privacy")
-    orders, losses = opacus.RDPAccountant.DEFAULT_ALPHAS, 0.0
-    for (noise, rate), count in steps.items():
-        if count and not noise:
-            return math.inf
-        losses = losses + count * _loss_of_step(noise, rate) if count else losses
-    if isinstance(losses, float):
+    taken = {kind: count for kind, count in steps.items() if count}
+    if not all(noise for noise, _ in taken):
+        return math.inf
+    if not taken:
         return 0.0
+    losses = sum(count * _loss_of_step(*kind) for kind, count in taken.items())
+    orders = opacus.RDPAccountant.DEFAULT_ALPHAS
     with warnings.catch_warnings():  # of orders at the end of the list, which are bounds, too
         warnings.simplefilter("ignore")
         spent = opacus.analysis.rdp.get_privacy_spent(orders=orders, rdp=losses, delta=delta)

@@ -38,13 +38,14 @@ class DPSGD(TwoPassModule):
     such as ``Schedule(num_steps=10)``.
 
     The callback :class:`SampleAccountant`, which the module brings with it, computes
-    :math:`\varepsilon` of each client with Opacus. In the table of rounds, ``sample_epsilon`` is the
-    largest one of all clients so far; :class:`~lightning_fl.callbacks.RunReport` writes all of them
-    to its table of clients. The guarantee is :math:`(\varepsilon, \delta)`-differential privacy with
-    respect to adding or removing one sample of a client, and covers all models that it has sent,
-    against observers who do not know the seed of the run, from which the noise derives. It covers
-    neither the numbers of samples nor the losses that clients log. Noise is drawn from a generator
-    that is not cryptographically secure: use the module to simulate privacy, not to protect data.
+    :math:`\varepsilon` of each client with Opacus. In the table of rounds, ``sample_epsilon`` is
+    the largest one of all clients so far; :class:`~lightning_fl.callbacks.RunReport` writes all of
+    them to its table of clients. The guarantee is :math:`(\varepsilon, \delta)`-differential
+    privacy with respect to adding or removing one sample of a client. It covers all models that the
+    client has sent, against observers who do not know the seed of the run, from which the noise
+    derives. It covers neither the numbers of samples nor the losses that clients log. Noise is
+    drawn from a generator that is not cryptographically secure: use the module to simulate privacy,
+    not to protect data.
 
     Clients train one after another: drawn batches differ in size, and vectorized ones cannot.
 
@@ -151,7 +152,8 @@ class SampleAccountant(Callback):
         self.module = module
         #: Local steps of each client, by noise multiplier and sampling rate.
         self.steps: dict[int, dict[tuple[float, float], int]] = {}
-        self._plan: RoundPlan | None = None
+        #: Client, number of steps and sampling rate of all clients of the round.
+        self._round: list[tuple[int, int, float]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse batches without all samples, and a delta that is too large for a client."""
@@ -170,21 +172,21 @@ class SampleAccountant(Callback):
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the plan of the round."""
-        data = _federated(trainer)
-        self._plan = None if data is None else data.plan()
+        """Note the steps of the round. A stream has other samples in the next one."""
+        if (data := _federated(trainer)) is None:
+            return
+        plan: RoundPlan = data.plan()
+        rates = (self.module.batch_size / data.num_samples[plan.clients].double()).clamp(max=1)
+        columns = (plan.clients, plan.num_steps, rates)
+        self._round = list(zip(*(column.tolist() for column in columns), strict=True))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the steps of the round, and log the largest epsilon of a client."""
-        plan, noise = self._plan, self.module.noise_multiplier
-        if plan is None:
-            return
-        data: Any = _federated(trainer)
-        for client, count in zip(plan.clients.tolist(), plan.num_steps.tolist(), strict=True):
-            rate = min(1.0, self.module.batch_size / int(data.num_samples[client]))
-            steps = self.steps.setdefault(client, {})
-            steps[noise, rate] = steps.get((noise, rate), 0) + count
-        pl_module.log("sample_epsilon", max(self.epsilons().values(), default=0.0))
+        for client, count, rate in self._round:
+            steps, kind = self.steps.setdefault(client, {}), (self.module.noise_multiplier, rate)
+            steps[kind] = steps.get(kind, 0) + count
+        if _federated(trainer) is not None:
+            pl_module.log("sample_epsilon", max(self.epsilons().values(), default=0.0))
 
     def epsilons(self) -> dict[int, float]:
         r"""Return :math:`\varepsilon` of each client that has trained."""

@@ -225,7 +225,7 @@ def test_an_empty_round_keeps_the_model():
 OPTIONS = {
     "Gossip": ["ring"],
     "Staged": [[1], [FedAvg(), FedAvg()]],
-    **dict.fromkeys(["PFNM", "FedMA", "StreamingPFNM"], [1.0, 0.5, 5.0]),
+    **dict.fromkeys(["PFNM", "FedMA", "StreamingPFNM"], (1.0, 0.5, 5.0)),
 }
 #: Rules that need sums only.
 OF_SUMS = {
@@ -256,9 +256,9 @@ def test_runs_that_would_not_be_secure_are_refused_at_their_start(fit):
     def run(rule, made=None, **options):
         fit(made or module(), FederatedLoop(rule, seed=1, **options), samples(), rounds=1)
 
-    with pytest.raises(FederationError, match="Krum needs more .*ids, deltas, weights"):
+    with pytest.raises(FederationError, match=r"Krum needs more .*ids, deltas, weights"):
         run(SecureAggregation(aggregators.Krum()))
-    with pytest.raises(FederationError, match="5 clients does not fit into 3 bits.* least 4"):
+    with pytest.raises(FederationError, match=r"5 clients does not fit into 3 bits.* least 4"):
         run(SecureAggregation(bits=3))
     with pytest.raises(FederationError, match="Contributions learns from the updates of single"):
         run(SecureAggregation(), policy=Contributions())
