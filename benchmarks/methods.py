@@ -131,6 +131,7 @@ PERSONALIZATION: Arms = {
         "--model.init_args.net.init_args.batch_norm=false",
     ),
     "Clustered": rule("ClusteredFL", eps1=0.2, eps2=0.4, warmup=5),
+    "IFCA, 4 clusters": rule("IFCA", clusters=4),
     "FedAMP": (*rule("FedAMP", sigma=1.0, strength=0.5), *term("Proximal", mu=0.1)),
 }
 GROUPS: Arms = {
@@ -146,7 +147,7 @@ MODELS = {
     **dict.fromkeys(
         (
             *("FedBN", "FedPer", "FedRep", "LG-FedAvg", "FedProto", "FedEM, 3 components"),
-            *("Clustered", "FedAMP"),
+            *("Clustered", "IFCA, 4 clusters", "FedAMP"),
         ),
         ("global", "server"),
     ),

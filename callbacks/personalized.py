@@ -46,7 +46,7 @@ class PersonalizedEvaluation(Callback):
     ==================================================  ==========  ============
     FedAvg and fine-tuning                              server      personal
     local layers or statistics (FedPer, FedBN), FedEM   global      server
-    Clustered, Gossip, FedAMP                           global      server
+    Clustered, IFCA, Gossip, FedAMP                     global      server
     pFedMe (``optimizer_state: keep``)                  server      kept
     Ditto, APFL, Fed-RoD, Per-FedAvg                    server      kept
     ==================================================  ==========  ============

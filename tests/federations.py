@@ -399,6 +399,16 @@ ROWS = {
     "FedAMP, Proximal": lambda root: row(
         module(Proximal(0.5)), aggregator=FedAMP(), policy=Uneven(), clients_per_round=3
     ),
+    "IFCA, BatchNorm": lambda root: row(
+        ClientModule(
+            nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)),
+            optimizer=SGD,
+        ),
+        samples(drop_last=True),
+        aggregator=IFCA(3),
+        policy=Uneven(),
+        clients_per_round=4,
+    ),
     "CoordinateMedian, Backdoor": lambda root: row(
         callbacks=[Backdoor([0, 2], target=1, boost=3.0), ClientFaults(dropout=0.2)],
         aggregator=CoordinateMedian(),
@@ -536,7 +546,7 @@ LONG = (
     *("DPFedAvg, PoissonSampler", "FedBuff, AsynchronousSampler", "FedAsync", "BatchNorm, kept"),
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
     *("PFedMe, batches that are weighted", "Adaptive, kept", "FedAMP, Proximal"),
-    *("FedRoD, clients with uneven work", "FedProto, local networks"),
+    *("FedRoD, clients with uneven work", "FedProto, local networks", "IFCA, BatchNorm"),
 )
 #: Rows that cannot be vectorized, with the reason that is given.
 NOT_VECTORIZED = {

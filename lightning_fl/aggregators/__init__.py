@@ -18,6 +18,7 @@ from lightning_fl.aggregators.fednova import FedNova
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from lightning_fl.aggregators.flexlora import FlexLoRA
 from lightning_fl.aggregators.gossip import Gossip
+from lightning_fl.aggregators.ifca import IFCA
 from lightning_fl.aggregators.loss_weights import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.matching import PFNM, FedMA, NeuronMatching, StreamingPFNM
 from lightning_fl.aggregators.power_of_choice import PowerOfChoice
@@ -36,6 +37,7 @@ from lightning_fl.aggregators.zero_padding import ZeroPadding
 
 __all__ = [
     "AFL",
+    "IFCA",
     "PFNM",
     "AdapterRule",
     "Aggregator",

@@ -45,6 +45,7 @@ class RandomStream(IntEnum):
     RANKS = 26
     AUGMENTATION = 27
     CLIENT_START = 28
+    STARTS = 29
 
 
 def derive_seed(seed: int, *key: int) -> int:
