@@ -124,6 +124,7 @@ PERSONALIZATION: Arms = {
         *rule("FedAvg", weighting="uniform"),
         *local("net.*"),
     ),
+    "FedALA": rule("FedALA"),
     "Per-FedAvg": ("--model=PerFedAvg", "--model.init_args.inner_lr=0.01"),
     "FedEM, 3 components": (  # which does not support BatchNorm
         "--model=FedEM",
@@ -152,7 +153,7 @@ MODELS = {
         ("global", "server"),
     ),
     **dict.fromkeys(
-        ("Ditto, strength = 0.1", "pFedMe", "APFL, alpha = 0.5", "Per-FedAvg", "Fed-RoD"),
+        ("Ditto, strength = 0.1", "pFedMe", "APFL, alpha = 0.5", "Per-FedAvg", "Fed-RoD", "FedALA"),
         ("server", "kept"),
     ),
 }

@@ -7,6 +7,7 @@ from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.aggregators.clustered import ClusteredFL
 from lightning_fl.aggregators.downpour import Downpour
 from lightning_fl.aggregators.dp_fedavg import DPFedAvg
+from lightning_fl.aggregators.fedala import FedALA
 from lightning_fl.aggregators.fedamp import FedAMP
 from lightning_fl.aggregators.fedasync import FedAsync
 from lightning_fl.aggregators.fedavg import FedAvg
@@ -46,6 +47,7 @@ __all__ = [
     "CoordinateMedian",
     "DPFedAvg",
     "Downpour",
+    "FedALA",
     "FedAMP",
     "FedAdagrad",
     "FedAdam",

@@ -42,6 +42,7 @@ RULES = {
     "ClusteredFL": ClusteredFL,
     "ClusteredFL(splits)": lambda: ClusteredFL(eps1=99.0, eps2=0.0, warmup=0),
     "Gossip": lambda: of_twenty(Gossip("ring")),
+    "FedALA": FedALA,
     "FedAMP": lambda: of_twenty(FedAMP()),
     "FedAMP(cosine)": lambda: of_twenty(FedAMP(similarity="cosine")),
     "IFCA": lambda: of_twenty(IFCA(3)),
