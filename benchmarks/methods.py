@@ -124,6 +124,7 @@ PERSONALIZATION: Arms = {
         *rule("FedAvg", weighting="uniform"),
         *local("net.*"),
     ),
+    "FedALA": rule("FedALA"),
     "Per-FedAvg": ("--model=PerFedAvg", "--model.init_args.inner_lr=0.01"),
     "FedEM, 3 components": (  # which does not support BatchNorm
         "--model=FedEM",
@@ -131,6 +132,7 @@ PERSONALIZATION: Arms = {
         "--model.init_args.net.init_args.batch_norm=false",
     ),
     "Clustered": rule("ClusteredFL", eps1=0.2, eps2=0.4, warmup=5),
+    "IFCA, 4 clusters": rule("IFCA", clusters=4),
     "FedAMP": (*rule("FedAMP", sigma=1.0, strength=0.5), *term("Proximal", mu=0.1)),
 }
 GROUPS: Arms = {
@@ -146,12 +148,12 @@ MODELS = {
     **dict.fromkeys(
         (
             *("FedBN", "FedPer", "FedRep", "LG-FedAvg", "FedProto", "FedEM, 3 components"),
-            *("Clustered", "FedAMP"),
+            *("Clustered", "IFCA, 4 clusters", "FedAMP"),
         ),
         ("global", "server"),
     ),
     **dict.fromkeys(
-        ("Ditto, strength = 0.1", "pFedMe", "APFL, alpha = 0.5", "Per-FedAvg", "Fed-RoD"),
+        ("Ditto, strength = 0.1", "pFedMe", "APFL, alpha = 0.5", "Per-FedAvg", "Fed-RoD", "FedALA"),
         ("server", "kept"),
     ),
 }

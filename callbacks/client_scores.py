@@ -117,7 +117,10 @@ class ClientScores:
         if not rows and isinstance(self._module, StepModule):
             self._module._adapt(self._samples(client))
         row["server"] = self._score(client)
-        if self._personalize(client):
+        own = self._own_start(client, state.vector)
+        if own is not None:
+            self._load(state._replace(vector=own), rows, plan)
+        if self._personalize(client) or own is not None:
             row["kept"] = self._score(client)
             self._load(state, rows, plan)
         if steps:
@@ -161,6 +164,16 @@ class ClientScores:
         call_hook(self._module, "on_client_start")
         self._personalize(client)
         return self._score(client)
+
+    def _own_start(self, client: int, received: Tensor) -> Tensor | None:
+        """Return the model that a client makes of the received one, ``[1, P]``; None if none."""
+        fit = self._loop.fit
+        memories = fit.memory.of_parts(torch.tensor([client]))
+        for part, memory in zip(fit.parts, memories, strict=True):
+            made = part.personal_models(fit.federation, received, memory)
+            if made is not None:
+                return made
+        return None
 
     def _personalize(self, client: int) -> bool:
         """Load the personal model of the method; return whether there is one."""

@@ -48,9 +48,9 @@ class PersonalizedEvaluation(Callback):
     ==================================================  ==========  ============
     FedAvg and fine-tuning                              server      personal
     local layers or statistics (FedPer, FedBN), FedEM   global      server
-    Clustered, Gossip, FedAMP                           global      server
+    Clustered, IFCA, Gossip, FedAMP                     global      server
     pFedMe (``optimizer_state: keep``)                  server      kept
-    Ditto, APFL, Fed-RoD, Per-FedAvg                    server      kept
+    Ditto, APFL, Fed-RoD, Per-FedAvg, FedALA            server      kept
     ==================================================  ==========  ============
 
     For each kind, the callback logs the mean over clients, the mean weighted by test samples, the
@@ -69,7 +69,7 @@ class PersonalizedEvaluation(Callback):
 
     Any module or optimizer can have a personal model: it has a method
     ``federated_personalize(batches)`` that writes this model into the parameters and returns
-    whether there is one.
+    whether there is one. So can an aggregation rule: ``ClientPart.personal_models``.
 
     Requires ``FederatedDataModule(local_test_size=...)``.
 

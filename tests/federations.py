@@ -434,8 +434,26 @@ ROWS = {
     "Gossip, a foreign module": lambda root: row(
         Foreign(), aggregator=Gossip("ring"), policy=Uneven()
     ),
+    "FedALA, PersonalizedEvaluation": lambda root: row(
+        module(),
+        samples(local_test_size=0.3, partition=Dirichlet(0.5, min_size=10)),
+        [PersonalizedEvaluation(steps=0)],
+        aggregator=FedALA(first_passes=2),
+        policy=Uneven(),
+        clients_per_round=4,
+    ),
     "FedAMP, Proximal": lambda root: row(
         module(Proximal(0.5)), aggregator=FedAMP(), policy=Uneven(), clients_per_round=3
+    ),
+    "IFCA, BatchNorm": lambda root: row(
+        ClientModule(
+            nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)),
+            optimizer=SGD,
+        ),
+        samples(drop_last=True),
+        aggregator=IFCA(3),
+        policy=Uneven(),
+        clients_per_round=4,
     ),
     "CoordinateMedian, Backdoor": lambda root: row(
         callbacks=[Backdoor([0, 2], target=1, boost=3.0), ClientFaults(dropout=0.2)],
@@ -588,6 +606,7 @@ LONG = (
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
     *("PFedMe, batches that are weighted", "Adaptive, kept", "two optimizers, kept"),
     *("FedAMP, Proximal", "FedRoD, clients with uneven work", "FedProto, local networks"),
+    *("IFCA, BatchNorm", "FedALA, PersonalizedEvaluation"),
 )
 #: Rows that cannot be vectorized, with the reason that is given.
 NOT_VECTORIZED = {

@@ -7,6 +7,7 @@ from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.aggregators.clustered import ClusteredFL
 from lightning_fl.aggregators.downpour import Downpour
 from lightning_fl.aggregators.dp_fedavg import DPFedAvg
+from lightning_fl.aggregators.fedala import FedALA
 from lightning_fl.aggregators.fedamp import FedAMP
 from lightning_fl.aggregators.fedasync import FedAsync
 from lightning_fl.aggregators.fedavg import FedAvg
@@ -18,6 +19,7 @@ from lightning_fl.aggregators.fednova import FedNova
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from lightning_fl.aggregators.flexlora import FlexLoRA
 from lightning_fl.aggregators.gossip import Gossip
+from lightning_fl.aggregators.ifca import IFCA
 from lightning_fl.aggregators.loss_weights import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.matching import PFNM, FedMA, NeuronMatching, StreamingPFNM
 from lightning_fl.aggregators.power_of_choice import PowerOfChoice
@@ -37,6 +39,7 @@ from lightning_fl.aggregators.zero_padding import ZeroPadding
 
 __all__ = [
     "AFL",
+    "IFCA",
     "PFNM",
     "AdapterRule",
     "Aggregator",
@@ -45,6 +48,7 @@ __all__ = [
     "CoordinateMedian",
     "DPFedAvg",
     "Downpour",
+    "FedALA",
     "FedAMP",
     "FedAdagrad",
     "FedAdam",

@@ -111,6 +111,21 @@ class ClientPart(ABC):
             broadcast: Tensors from ``Aggregator.broadcast``, the same for all clients.
         """
 
+    def personal_models(
+        self, federation: Federation, received: Tensor, memory: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """Return the models that clients make of received ones before training, ``[k, P]``.
+
+        :class:`~lightning_fl.callbacks.PersonalizedEvaluation` evaluates them. None, the default,
+        if the part has none.
+
+        Args:
+            federation: Description of the run.
+            received: The received models, ``[k, P]``.
+            memory: Memory of the clients, ``[k, ...]`` by name.
+        """
+        return None
+
     @abstractmethod
     def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run after the last local step; return the tensors to send with the update.

@@ -46,7 +46,8 @@ class RandomStream(IntEnum):
     RANKS = 26
     AUGMENTATION = 27
     CLIENT_START = 28
-    UNSEEN = 29
+    STARTS = 29
+    UNSEEN = 30
 
 
 def derive_seed(seed: int, *key: int) -> int:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_fl.errors import FederationError
+from lightning_fl.functional.initial import draw_parameters
 from lightning_fl.functional.mixture import (
     floored_log_weights,
     log_responsibilities,
     mixture_log_probabilities,
 )
-from lightning_fl.functional.randomness import run_seed, seeded_rng
+from lightning_fl.functional.randomness import run_seed
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.options import check_integer, check_number
 
@@ -195,9 +196,5 @@ class FedEM(ClientModule):
 def _drawn(net: nn.Module, seed: int) -> nn.Module:
     """Return a copy of a network with newly initialized parameters."""
     made = copy.deepcopy(net)
-    with seeded_rng(seed):
-        for part in made.modules():
-            for name in ("_reset_parameters", "reset_parameters"):  # attention has the first
-                if callable(reset := getattr(part, name, None)):
-                    reset()
+    draw_parameters(made, seed)
     return made

@@ -42,8 +42,10 @@ RULES = {
     "ClusteredFL": ClusteredFL,
     "ClusteredFL(splits)": lambda: ClusteredFL(eps1=99.0, eps2=0.0, warmup=0),
     "Gossip": lambda: of_twenty(Gossip("ring")),
+    "FedALA": FedALA,
     "FedAMP": lambda: of_twenty(FedAMP()),
     "FedAMP(cosine)": lambda: of_twenty(FedAMP(similarity="cosine")),
+    "IFCA": lambda: of_twenty(IFCA(3)),
     "CoordinateMedian": CoordinateMedian,
     "TrimmedMean": TrimmedMean,
     "Krum": Krum,
@@ -82,6 +84,7 @@ def problem(k=5, size=7, dtype=torch.float64, seed=0):
     before, after = 0.5 + torch.rand(2, k, generator=generator)
     change = torch.randn(k, size, generator=generator, dtype=torch.float64).to(dtype)
     extras = {"loss_before": before, "loss_after": after, "control_change": change}
+    extras["cluster"] = torch.arange(k) % 3.0
     steps = torch.randint(1, 9, (k,), generator=generator)
     lr = torch.full((k,), 0.1, dtype=torch.float64)
     return server, ClientUpdate(torch.arange(k), delta, num_samples, steps, lr, extras)
@@ -236,7 +239,7 @@ def test_every_client_starts_from_a_model_of_the_servers_size(make):
 @every_rule
 def test_nothing_of_a_client_stays_in_memory(make):
     keeps = ClusteredFL | Downpour | FlexLoRA | Gossip | FedControl | Staged | RobustAggregator
-    keeps |= PowerOfChoice | FedAMP
+    keeps |= PowerOfChoice | FedAMP | IFCA
     if isinstance(make(), keeps):
         pytest.skip("it keeps updates until all are there, or figures of clients")
     server, update = problem(k=1)

@@ -1,0 +1,143 @@
+"""IFCA: the algorithm written plainly, on two groups of clients, its limits, and refusals."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import TensorDataset
+
+from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.aggregators import IFCA, FedAvg
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.contracts.context import Federation
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.objectives import Proximal
+from lightning_fl.partition import Natural
+from lightning_fl.policies import Schedule
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from two_classes import samples
+from written_plainly import LR, Lost, Noted, loss_and_gradient, module, samples_of, vector
+
+
+def groups():
+    """Five clients of unequal sizes; odd ones have the labels of the others exchanged."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 4, generator=random, dtype=torch.float64)
+    client = torch.arange(60).sqrt().long() % 5
+    train = TensorDataset(x, (x[:, 0] > 0).long() ^ (client % 2))
+    options = {"num_clients": None, "partition": Natural(), "keys": client.tolist()}
+    return FederatedDataModule(train, train, batch_size=4, seed=0, **options)
+
+
+class Begun(Callback):
+    """Notes the models with which the run begins."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if not hasattr(self, "models"):
+            (loop,) = (c for c in trainer.callbacks if isinstance(c, FederatedLoop))
+            self.models = loop.aggregator.models.clone()
+
+
+def plainly(loop, data, starts, weighting, mu, lost):
+    """Algorithm 1 with option II, on the batches of a run."""
+    models, last = list(starts), {}
+    for batches in loop.batches:
+        ends = {}
+        for client, steps in batches.items():
+            whole = samples_of(data, client)
+            losses = [float(loss_and_gradient(m, *whole)[0]) for m in models]
+            j = losses.index(min(losses))
+            y = models[j].clone()
+            for batch in steps:
+                y -= LR * (loss_and_gradient(y, *batch)[1] + mu * (y - models[j]))
+            if client not in lost:
+                weight = len(whole[1]) if weighting == "samples" else 1
+                ends.setdefault(j, []).append((weight, y))
+                last[client] = j
+        for j, members in ends.items():
+            models[j] = sum(w * y for w, y in members) / sum(w for w, _ in members)
+        yield models, sum(models[j] for j in last.values()) / len(last), dict(last)
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped")
+@pytest.mark.parametrize(
+    ("weighting", "lost"), [("uniform", ()), ("samples", ()), ("uniform", (1,))]
+)
+def test_rounds_are_the_algorithm_with_partial_participation(fit, weighting, lost):
+    rule, begun, data = IFCA(3, weighting), Begun(), groups()
+    loop = Noted(rule, Schedule(num_steps=4), seed=1, clients_per_round=4)
+    fit(module([Proximal(0.3)]), loop, data, rounds=4, callbacks=[begun, Lost(*lost)])
+    expected = list(plainly(loop, data, begun.models, weighting, 0.3, lost))
+    for found, (_, mean, _) in zip(loop.models, expected, strict=True):
+        torch.testing.assert_close(found, mean, rtol=0, atol=1e-12)
+    models, _, last = expected[-1]
+    torch.testing.assert_close(rule.models, torch.stack(models), rtol=0, atol=1e-12)
+    assert rule.cluster_of.tolist() == [last.get(client, -1) for client in range(5)]
+    assert rule.metrics() == {"clusters": len(set(last.values()))}
+    assert len(set(last.values())) > 1
+    assert any(a != last for _, _, a in expected)
+    starts = torch.stack([models[max(last.get(client, 0), 0)] for client in range(5)])
+    torch.testing.assert_close(rule.models_for(torch.arange(5)), starts, rtol=0, atol=1e-12)
+
+
+def test_vectorized_clients_choose_and_train_their_own_models(fit):
+    def run(wrap):
+        made, rule = module([Proximal(0.3)]), IFCA(3)
+        loop = FederatedLoop(rule, Schedule(num_steps=3), seed=1, clients_per_round=4)
+        fit(wrap(made), loop, groups(), rounds=3)
+        return vector(made), rule.models, rule.cluster_of
+
+    plain, stacked = run(lambda m: m), run(lambda m: VectorizedClients(m, 2, compile=False))
+    for found, expected in zip(stacked, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_one_cluster_is_fedavg(fit):
+    one, other = module(), module()
+    fit(one, FederatedLoop(IFCA(1), seed=1, clients_per_round=3), samples(), rounds=2)
+    fit(other, FederatedLoop(FedAvg("uniform"), seed=1, clients_per_round=3), samples(), rounds=2)
+    torch.testing.assert_close(vector(one), vector(other), rtol=0, atol=1e-13)
+
+
+def test_initial_models_differ_by_seed_and_begin_with_that_of_the_module(fit):
+    found = []
+    for seed in (0, 0, 1):
+        begun = Begun()
+        loop = FederatedLoop(IFCA(3, seed=seed), seed=1)
+        fit(module(), loop, groups(), rounds=1, callbacks=[begun])
+        found.append(begun.models)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0][0], vector(module()))
+    assert not any(torch.equal(*pair) for pair in (found[0][:2], found[0][1:], found[2][:2]))
+    assert not (found[0][1:] == found[2][1:]).any()
+
+
+def test_a_cluster_without_clients_keeps_its_model():
+    rule = IFCA(2, weighting="samples")
+    rule.setup(Federation(4, Cohort(4, 4)))
+    rule.start(torch.zeros(1))
+    extras = {"cluster": torch.tensor([0.0, 1.0])}
+    moves = torch.tensor([[1.0], [5.0]])
+    rule.update(ClientUpdate(torch.tensor([3, 0]), moves, torch.ones(2), extras=extras))
+    rule.compute()
+    rule.start(torch.zeros(1))
+    extras = {"cluster": torch.tensor([1.0, 1.0])}  # client 3 received the first model, 1
+    moves = torch.tensor([[8.0], [1.0]])
+    sizes = torch.tensor([1.0, 3.0])
+    rule.update(ClientUpdate(torch.tensor([3, 0]), moves, sizes, extras=extras))
+    assert rule.compute().tolist() == [(9 + 3 * 6) / 4]
+    assert rule.models[:, 0].tolist() == [1.0, (9 + 3 * 6) / 4]
+
+
+def test_networks_that_cannot_be_drawn_anew_are_refused(fit):
+    class Fixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
+
+        def forward(self, x):
+            return x @ self.w
+
+    with pytest.raises(FederationError, match="implement reset_parameters"):
+        fit(ClientModule(Fixed()), FederatedLoop(IFCA(2), seed=1), groups(), rounds=1)
+    with pytest.raises(FederationError, match="clusters"):
+        IFCA(0)
