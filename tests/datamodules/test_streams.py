@@ -282,7 +282,9 @@ def test_what_else_cannot_be_is_refused(train, monkeypatch):
         train(streams(), callbacks=[LabelFlip([0])])
     with pytest.raises(TypeError, match="partition"):
         streams(partition=Dirichlet())
-    data = streams()
+    with pytest.raises(FederationError, match="val_size needs samples with an index"):
+        streams(val=(held_out(0), None), val_size=2)
+    data = streams(val=held_out(0), val_size=2)
     data.setup("fit")
     monkeypatch.setattr(data, "_processes", lambda: (0, 2))
     with pytest.raises(FederationError, match="train in one process"):
