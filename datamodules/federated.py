@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -48,7 +48,10 @@ class FederatedDataModule(SplitDataModule):
 
     Args:
         train: Training samples. A ``TensorDataset`` is read one whole batch at a time.
-        val: The server's validation samples; None holds them out of ``train`` before the split.
+        val: The server's validation samples; None holds them out of ``train`` before the split. A
+            tuple of several data sets gives one validation loader for each, as ``(samples, None)``
+            for given and held-out samples: ``validation_step`` has a ``dataloader_idx`` then.
+            Policies learn from the first.
         test: Test samples.
         partition: Rule that splits ``train`` over clients; None means
             :class:`~lightning_fl.partition.IID`.
@@ -114,7 +117,7 @@ class FederatedDataModule(SplitDataModule):
     def __init__(
         self,
         train: AnyDataset | None = None,
-        val: AnyDataset | None = None,
+        val: AnyDataset | tuple[AnyDataset | None, ...] | None = None,
         test: AnyDataset | None = None,
         partition: Partition | None = None,
         num_clients: int | None = 10,
@@ -138,7 +141,10 @@ class FederatedDataModule(SplitDataModule):
         super().__init__()
         #: Map-style data sets; None before :meth:`setup`, or if there is no such data set.
         self.train: Any = train
-        self.val: Any = val
+        self.val: Any
+        #: Validation samples of further loaders.
+        self.more_val: list[Any]
+        self.val, *self.more_val = val if isinstance(val, tuple) and val else (val,)
         self.test: Any = test
         self.partition = IID() if partition is None else partition
         if not isinstance(self.partition, Partition):
@@ -242,13 +248,14 @@ class FederatedDataModule(SplitDataModule):
         if train is None:
             raise FederationError("FederatedDataModule needs training samples: pass train=")
         self.train, self.val = train, self._prepared(self.val, "val")
+        self.more_val = [self._prepared(each, "val") for each in self.more_val]
         split = split_samples(
             train,
             self.partition,
             self.num_clients,
             labels=self.labels,
             keys=self.keys,
-            val_size=self.val_size if self.val is None else 0,
+            val_size=self.val_size if self.holds_out else 0,
             local_test_size=self.local_test_size,
             unseen_clients=self.unseen_clients,
             stream_steps=self.stream_steps,
@@ -257,16 +264,23 @@ class FederatedDataModule(SplitDataModule):
         )
         # Assigned only after all checks: a second setup() would mistake the held-out samples for
         # samples passed as val.
-        if self.val is None and len(split.held_out):
-            self.val = subset(train, split.held_out)
+        held = subset(train, split.held_out) if len(split.held_out) else None
+        every = [held if each is None else each for each in (self.val, *self.more_val)]
+        self.val, *self.more_val = [each for each in every if each is not None] or [None]
         self.split, self.num_clients = split, len(split.clients)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether validation samples are held out of ``train``."""
+        return any(samples is None for samples in (self.val, *self.more_val))
 
     def _prepared(self, data: Any, name: str) -> Any:
         return in_memory(with_classes(data, self._classes), name)
 
     def _data_sets(self) -> list[tuple[str, Any]]:
         """Return names and data sets, whose labels must stand for the same classes."""
-        return [("train", self.train), ("val", self.val), ("test", self.test)]
+        val = (self.val, *self.more_val)
+        return [("train", self.train), *(("val", each) for each in val), ("test", self.test)]
 
     # --- batches of clients -----------------------------------------------------------------------
 
@@ -371,12 +385,17 @@ class FederatedDataModule(SplitDataModule):
         return EpochBatches(self.trainer, pooled, self._batching, seed, *share, self.draws)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """Return the server's validation samples in order."""
+        """Return the server's validation samples in order; a list, if there are several sets."""
         if self.val is None:
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
         fits = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
-        return self.evaluation_loader(self.val, self.shares_validation or not fits, "val")
+        shared = self.shares_validation or not fits
+        loaders = [
+            self.evaluation_loader(samples, shared, f"val {i}" if i else "val")
+            for i, samples in enumerate((self.val, *self.more_val))
+        ]
+        return loaders if self.more_val else loaders[0]
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
@@ -392,7 +411,7 @@ class FederatedDataModule(SplitDataModule):
         return self.test
 
     def evaluation_loader(
-        self, data: Any, shared: bool = True, use: Literal["train", "val", "test"] = "train"
+        self, data: Any, shared: bool = True, use: str = "train"
     ) -> DataLoader[Any]:
         """Return a loader that reads samples in order, as in validation.
 

@@ -109,7 +109,7 @@ class FromClients(FederatedDataModule):
                 f" {short_repr(list(self.clients))}, got {given!r:.200}"
             )
         for option, (value, remedy) in BY_INDEX.items():
-            if getattr(self, option) != value and (option != "val_size" or self.val is None):
+            if getattr(self, option) != value and (option != "val_size" or self.holds_out):
                 raise FederationError(
                     f"{option.strip('_')} needs samples with an index, and the clients are streams:"
                     f" set it to {value}, and {remedy}"

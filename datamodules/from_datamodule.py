@@ -25,7 +25,8 @@ class FromDataModule(FederatedDataModule):
     transfers and checkpoints and its hyperparameters. Each of its loaders must be a
     ``DataLoader(data, batch_size=..., shuffle=...)`` of a map-style data set. A loader is read
     once, for its data set, batch size, ``drop_last``, ``collate_fn`` and ``worker_init_fn``: this
-    class draws the batches of clients. Validation and test use the module's own data sets in order;
+    class draws the batches of clients. There may be a list of validation loaders; all have the
+    batch size of the first. Validation and test use the module's own data sets in order;
     prediction uses its own loader.
     A module finds the other attributes of the data module, such as ``num_classes``, at
     ``self.trainer.datamodule``.
@@ -137,7 +138,7 @@ class FromDataModule(FederatedDataModule):
         if "test" not in self._set_up:
             self.test = None
         if stage != "test" and "fit" not in self._set_up:
-            self.split, self.val = Split(), None
+            self.split, self.val, self.more_val = Split(), None, []
         super().setup(stage)
 
     def _set_up_for(self, stage: str) -> None:
@@ -148,27 +149,30 @@ class FromDataModule(FederatedDataModule):
     def load(self, train: bool) -> Any:
         """Return the samples of the training or the test loader."""
         if not train:
-            return self._samples("test", "eval_batch_size")
-        samples = self._samples("train", "batch_size", "eval_batch_size", "drop_last", "collate_fn")
-        self.val = self._samples("val", "eval_batch_size")
+            return self._samples("test", "eval_batch_size")[0]
+        names = ("batch_size", "eval_batch_size", "drop_last", "collate_fn")
+        samples = self._samples("train", *names)[0]
+        self.val, *self.more_val = self._samples("val", "eval_batch_size")
         return samples
 
-    def _samples(self, use: Literal["train", "val", "test"], *options: str) -> Any:
-        """Return the data set of a loader, and take over these of its options."""
+    def _samples(self, use: Literal["train", "val", "test"], *options: str) -> list[Any]:
+        """Return the data sets of loaders, and take over these options of the first one."""
         method = f"{use}_dataloader"
         if use != "train" and not overrides(self.datamodule, method, LightningDataModule):
-            return None
+            return [None]
         self._set_up_for("test" if use == "test" else "fit")
         loader = getattr(self.datamodule, method)()
         if is_list(loader) and len(loader) < 2:
             loader = loader[0] if loader else None
         if use != "train" and loader is None:
-            return None
-        _check_loader(loader, f"{type(self.datamodule).__name__}.{method}", self.replacement)
+            return [None]
+        loaders = list(loader) if use == "val" and is_list(loader) else [loader]
+        for i, each in enumerate(loaders):
+            _check_loader(each, f"{type(self.datamodule).__name__}.{method}", self.replacement)
+            self._loaders[f"{use} {i}" if i else use] = each
         for option in self._open.intersection(options):
-            setattr(self, option, getattr(loader, option.removeprefix("eval_")))
-        self._loaders[use] = loader
-        return loader.dataset
+            setattr(self, option, getattr(loaders[0], option.removeprefix("eval_")))
+        return [each.dataset for each in loaders]
 
     def predict_dataloader(self) -> Any:
         """Return the loader of the data module."""

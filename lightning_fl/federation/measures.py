@@ -245,7 +245,9 @@ class Measures:
             :math:`g^\top \Delta_k` in float64, ``[K]``; NaN for clients without an update.
         """
         seed = derive_seed(self._seed, RandomStream.VALIDATION, round)
-        gradient = self._gradient(runner, self._data.val_dataloader(), seed)
+        loaders = self._data.val_dataloader()  # several in a list
+        first = loaders[0] if isinstance(loaders, list) and loaders else loaders
+        gradient = self._gradient(runner, first, seed)
         buffers = gradient.new_zeros(sum(runner.vector.sizes) - runner.num_parameters)
         gradient = torch.cat([gradient, buffers])
         own = {client: float(gradient @ move.double()) for client, move in moves.items()}

@@ -174,8 +174,9 @@ def test_an_interrupted_run_resumes_bit_for_bit(train, tmp_path, group_size):
         assert by_owner(module.read) == [list(range(2 * n, 4 * n)) for n in SIZES.values()]
 
 
-def test_a_second_fit_with_the_same_data_starts_from_the_beginning(train):
-    data = streams()
+@pytest.mark.parametrize("kind", [Once, Stream])
+def test_a_second_fit_with_the_same_data_starts_from_the_beginning(train, kind):
+    data = streams(kind)
     first, second = (train(data, rounds=1)[0].read for _ in range(2))
     assert first == second
 
@@ -282,7 +283,9 @@ def test_what_else_cannot_be_is_refused(train, monkeypatch):
         train(streams(), callbacks=[LabelFlip([0])])
     with pytest.raises(TypeError, match="partition"):
         streams(partition=Dirichlet())
-    data = streams()
+    with pytest.raises(FederationError, match="val_size needs samples with an index"):
+        streams(val=(held_out(0), None), val_size=2)
+    data = streams(val=held_out(0), val_size=2)
     data.setup("fit")
     monkeypatch.setattr(data, "_processes", lambda: (0, 2))
     with pytest.raises(FederationError, match="train in one process"):
