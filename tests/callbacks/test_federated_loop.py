@@ -736,14 +736,6 @@ def test_without_a_seed_of_its_own_a_run_takes_over_the_checkpoints(fit, foreign
     assert same(whole.state_dict(), again.state_dict())
 
 
-def test_plain_checkpoint_is_not_resumed_as_a_federation(fit, foreign, trainer, data, tmp_path):
-    plain = trainer(False, 1)
-    plain.fit(foreign(), datamodule=data())
-    plain.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(FederationError, match="not written by a federation"):
-        fit(foreign(), ckpt_path=str(tmp_path / "plain.ckpt"))
-
-
 # --- the table and what policies learn ------------------------------------------------------------
 
 
