@@ -232,7 +232,13 @@ def test_progress_is_shown(tmp_path):
     check(tmp_path, make, VECTORIZED)
 
 
-@pytest.mark.parametrize("name", ["FedAdam, MOON, DiscreteGaussianReinforce", "BatchNorm, kept"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FedAdam, MOON, DiscreteGaussianReinforce",
+        pytest.param("BatchNorm, kept", marks=pytest.mark.slow),
+    ],
+)
 def test_run_resumes(device, tmp_path, root, name):
     def run(folder, rounds, **options):
         def make():
