@@ -85,7 +85,7 @@ def test_the_gallery_leads_somewhere_and_the_site_shows_every_script():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
-    [script for script in SCRIPTS if script.stem not in ("audio", "tabular")],
+    [script for script in SCRIPTS if script.stem not in ("audio", "gan", "tabular")],
     ids=lambda script: script.stem,
 )
 def test_a_script_prints_its_figure(script, tmp_path):
@@ -101,6 +101,16 @@ def test_the_spoken_digits_are_recognized(data_root, tmp_path):
     if not Path(data_root, "free-spoken-digit-dataset").is_dir():
         pytest.skip("real data: LIGHTNING_FL_DATA has no free-spoken-digit-dataset")
     assert_as_promised(script, run(script, tmp_path, "--root", data_root))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--local-generator"]])
+def test_digits_are_drawn(tmp_path, options):
+    script = EXAMPLES / "gan.py"
+    printed = run(script, tmp_path, *options)
+    if not options:
+        assert_as_promised(script, printed)
+    assert len(list(tmp_path.rglob("*.png"))) == 20
 
 
 CALIFORNIA = "cal_housing_py3.pkz"  # what fetch_california_housing keeps in its data home

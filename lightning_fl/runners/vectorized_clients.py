@@ -107,9 +107,9 @@ class VectorizedClients(LightningModule):
             )
         self.module = module
         self.example_input_array = module.example_input_array
-        options = "_strict_loading", "_log_hyperparams", "_hparams_name", "_dtype", "_device"
-        for name in (*options, "_automatic_optimization"):
+        for name in ("_strict_loading", "_log_hyperparams", "_hparams_name", "_dtype", "_device"):
             vars(self)[name] = vars(module).get(name)
+        self.automatic_optimization = module.automatic_optimization
         self.group_size, self.compiled = group_size, compile
         self.stack: dict[str, nn.Parameter] = {}
         self.runner: VectorizedRunner | None = None

@@ -124,7 +124,7 @@ def test_a_client_is_not_changed_by_others(fit, flat, wrap):
     found = []
     for clients in ([0], [2], [0, 2]):
         module, rule = GAN(), FedAvg(weighting="uniform")
-        loop = FederatedLoop(rule, Schedule(num_steps=3), Only(clients), buffers="average")
+        loop = FederatedLoop(rule, Schedule(num_steps=4), Only(clients), buffers="average")
         fit(wrap(module), loop, rounds=1)
         found.append(flat(module))
     assert not torch.allclose(found[0], found[1])
