@@ -40,8 +40,9 @@ class Group:
     def values(self, name: str, across: str = "round") -> list[tuple[float, list[float]]]:
         """Return the value of one column, and that of another at it in each run.
 
-        Runs reach the same traffic or virtual time in different rounds. The points are those of the
-        first run, as far as all runs have them; of the others, the last point before counts.
+        Over rounds, the points are those that all runs have. Runs reach the same traffic or virtual
+        time in different rounds: the points are then those of the first run, as far as all runs
+        have them, and the last point before counts of the others.
 
         Args:
             name: The column.
@@ -50,12 +51,12 @@ class Group:
         curves = [curve(run, name, across) for run in self.runs]
         if not all(curves):
             return []
-        first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
-        return [
-            (x, [value_at(curve, x) for curve in curves])
-            for x, _ in curves[0]
-            if first <= x <= last
-        ]
+        if across == "round":
+            common = set.intersection(*({x for x, _ in curve} for curve in curves))
+        else:
+            first, last = max(c[0][0] for c in curves), min(c[-1][0] for c in curves)
+            common = {x for x, _ in curves[0] if first <= x <= last}
+        return [(x, [value_at(curve, x) for curve in curves]) for x in sorted(common)]
 
 
 def curve(run: Run, name: str, across: str) -> list[tuple[float, float]]:
