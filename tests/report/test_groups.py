@@ -137,6 +137,17 @@ def test_a_band_goes_as_far_as_all_runs_went():
     assert [at for at, _ in each.values("val_acc")] == [1]
 
 
+def test_means_over_rounds_are_those_of_rounds_that_all_runs_have():
+    rows = [[0.1, math.nan, 0.3], [0.2, 0.4, 0.6]]
+    runs = [
+        Run("a", [{"round": i, "loss": y} for i, y in enumerate(r, 1) if not math.isnan(y)])
+        for r in rows
+    ]
+    expected = [(1, [0.1, 0.2]), (3, [0.3, 0.6])]
+    assert Group("a", runs).values("loss") == expected
+    assert Group("a", runs[::-1]).values("loss") == [(x, y[::-1]) for x, y in expected]
+
+
 def test_curves_over_virtual_time_meet_at_equal_times():
     """Rounds of two runs last differently long; the third has no clock."""
     columns = [[(2, 0.1), (4, 0.3), (9, 0.5)], [(3, 0.2), (8, 0.6)]]
