@@ -10,7 +10,8 @@ from lightning_fl.functional.randomness import seeded_rng
 def draw_parameters(network: nn.Module, seed: int) -> None:
     """Initialize the parameters of a network anew, in place.
 
-    Calls ``reset_parameters`` of each module that has it, as the layers of torch do.
+    Calls ``reset_parameters`` of each module that has it, as the layers of torch do. Modules whose
+    parameters are all frozen keep them.
 
     Args:
         network: The network.
@@ -25,6 +26,8 @@ def draw_parameters(network: nn.Module, seed: int) -> None:
     """
     with seeded_rng(seed):
         for part in network.modules():
+            if not any(param.requires_grad for param in part.parameters()):
+                continue
             for name in ("_reset_parameters", "reset_parameters"):  # attention has the first
                 if callable(reset := getattr(part, name, None)):
                     reset()
