@@ -105,7 +105,7 @@ class FromClients(FederatedDataModule):
             by_name = dict(given)
         if not self.is_stream or by_name.keys() != self.clients.keys():
             raise FederationError(
-                "num_samples is for clients that are streams: one number, or one for each of"
+                "num_samples must be None, or for streams a number of samples, or one for each of"
                 f" {short_repr(list(self.clients))}, got {given!r:.200}"
             )
         for option, (value, remedy) in BY_INDEX.items():

@@ -13,6 +13,7 @@
   has vectors without a mean.
 - ``self_check`` compares steps in the first round, on copies from ``module_copy``; ``user_hooks``
   lists hooks that a step calls.
+- ``starts`` puts clients at other models than the received ones.
 """
 
 from lightning_fl.contracts.phases import Phase

@@ -269,7 +269,7 @@ def test_what_else_cannot_be_is_refused(train, monkeypatch):
             streams(num_samples=number)
     with pytest.raises(FederationError, match="at least 1, got None: streams have no length"):
         streams(num_samples=None)
-    with pytest.raises(FederationError, match="num_samples is for clients that are streams"):
+    with pytest.raises(FederationError, match="num_samples must be None, or for streams"):
         FromClients([held_out(0)], num_samples=3)
     with pytest.raises(FederationError, match="num_samples must be an integer of at least 1"):
         streams(num_samples=0)

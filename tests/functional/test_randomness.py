@@ -33,10 +33,10 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
         "HOLD_OUT PARTITION COHORT BATCHES SAMPLES CLIENT VALIDATION EVALUATION_SAMPLES ROUND"
         " POLICY MATCHING STRAGGLERS CLIENT_LOSS GRAPH LOCAL_TEST PERSONAL NEURONS ARRIVALS"
         " POSTERIOR DISTILLATION TRANSFORM FAULTS ATTACKERS SPEEDS NOISE BACKDOOR RANKS"
-        " AUGMENTATION CLIENT_START"
+        " AUGMENTATION CLIENT_START STARTS UNSEEN"
     )
     assert [stream.name for stream in RandomStream] == names.split()
-    assert [stream.value for stream in RandomStream] == list(range(29))
+    assert [stream.value for stream in RandomStream] == list(range(31))
 
 
 def test_every_key_has_a_seed_of_its_own():
