@@ -15,6 +15,7 @@ from lightning_fl.datamodules.inputs import Characters, Relabel, Resized, Words
 from lightning_fl.datamodules.mnist import MNIST
 from lightning_fl.datamodules.newsgroups import Newsgroups
 from lightning_fl.datamodules.speech_commands import SpeechCommands
+from lightning_fl.datamodules.split_datamodule import SplitDataModule
 from lightning_fl.datamodules.spoken_digits import SpokenDigits
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.datamodules.topic_text import TopicText
@@ -41,6 +42,7 @@ __all__ = [
     "Relabel",
     "Resized",
     "SpeechCommands",
+    "SplitDataModule",
     "SpokenDigits",
     "TopicText",
     "TorchvisionDataModule",

@@ -44,9 +44,9 @@ class ClientContext:
             stacked parameters and their gradients by name, ``[k, *shape]``, to values of the same
             shapes by name; names may be omitted.
         num_batches: Number of training batches per local epoch of each client, ``[k]``.
-        start_from: Lets the clients start from other models, ``[k, P]``, which :meth:`ClientPart.
-            start` may call. Tensors that stay with the clients do not change, and an update is
-            still the local model minus the received model.
+        start_from: Lets the clients start from other models, ``[k, P]``; for
+            :meth:`ClientPart.start`. Tensors that stay with the clients do not change, and an
+            update is still the local model minus the received model.
         mean_losses: Returns the mean loss of each client's model on all its training samples,
             ``[k]``, or of the models that it is given, ``[k, P]``. Runs one pass over the samples
             in evaluation mode. The module must have a method ``federated_losses(batch)`` that

@@ -43,7 +43,7 @@ from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.serverapp import Grid  # noqa: E402
 from flwr.serverapp.strategy import Result, Strategy  # noqa: E402
 
-_M = TypeVar("_M", bound=messages.Message)
+_M = TypeVar("_M", bound=messages.Packable)
 #: Seconds between two looks for clients, and between two messages that clients are missing.
 PAUSE, NOTICE = 1.0, 30.0
 #: Flower's log, of which ``flwr run --stream`` shows each line.
@@ -269,7 +269,7 @@ def refuse_bfloat16(server: RemoteServer) -> None:
 # --- messages -------------------------------------------------------------------------------------
 
 
-def packed(message: messages.Message) -> RecordDict:
+def packed(message: messages.Packable) -> RecordDict:
     """Return the content of a message."""
     about, tensors = message.pack()
     return RecordDict({"about": ConfigRecord(about), "tensors": ArrayRecord(tensors)})

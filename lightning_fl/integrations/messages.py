@@ -65,7 +65,7 @@ def checked(name: str, value: Any, kind: type) -> Any:
     return value
 
 
-class Message:
+class Packable:
     """Base of dataclasses of numbers, texts, tensors, and mappings of one of them."""
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -111,7 +111,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Hello(Message):
+class Hello(Packable):
     """Hold what a client says before the first round.
 
     Args:
@@ -128,7 +128,7 @@ class Hello(Message):
 
 
 @dataclass(frozen=True)
-class Task(Message):
+class Task(Packable):
     """Hold what the server sends to a client in a round.
 
     Args:
@@ -173,7 +173,7 @@ class Task(Message):
 
 
 @dataclass(frozen=True)
-class Reply(Message):
+class Reply(Packable):
     """Hold what a client sends back.
 
     Args:
