@@ -41,7 +41,7 @@ class SplitDataModule(LightningDataModule):
 
     @property
     def parts(self) -> list[Tensor]:
-        """Training samples of each client in the whole stream; empty before :meth:`setup`."""
+        """Training samples of each client in the whole stream; empty before the set-up."""
         return self.split.parts
 
     @property
