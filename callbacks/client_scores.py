@@ -102,6 +102,9 @@ class ClientScores:
             models = self._loop.aggregator.models_for(torch.tensor([client]))
         state = ServerState(models, self._server.counters)
         plan = self._loop.policy.drawn(self._next_round, torch.tensor([client]))
+        if "class_counts" in self._runner.declared.values:
+            part = [*self._data.parts, *self._data.unseen_parts][client]
+            plan = {**plan, "class_counts": self._data.split.class_counts([part])}
         row: dict[str, float] = {
             "client": client,
             "train_samples": self._sizes[client],

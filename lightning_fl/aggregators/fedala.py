@@ -119,7 +119,8 @@ class LearnedStart(ClientPart):
         at = self._mixed(client.federation.known_layout)
         rounds = memory["rounds"].cpu()
         passes = torch.tensor([0, self.first_passes, 1])[rounds.clamp(max=2)]
-        steps = passes * (self.fraction * client.num_batches).ceil().long()
+        part = (self.fraction * client.num_batches.double() - 1e-9).ceil()  # 0.1 * 30 is not 4
+        steps = passes * part.long()
         way, weights = self._way(client.received[:, at], memory), memory["weights"]
         models = self.personal_models(client.federation, client.received, memory)
         for step in range(int(steps.max())):

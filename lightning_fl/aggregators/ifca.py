@@ -86,6 +86,11 @@ class IFCA(Aggregator):
         """Refuse modules without losses."""
         super().setup(federation)
         check_losses(self, federation.module)
+        if federation.update_transforms:
+            raise FederationError(
+                "IFCA lets clients start from another model than the one that updates refer to, so"
+                " update transforms would move it towards that one: remove update_transforms"
+            )
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients choose their cluster."""
@@ -117,7 +122,8 @@ class IFCA(Aggregator):
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             parts = [tensors[name].detach() for name in federation.known_layout.shapes]
             real = (torch.view_as_real(p) if p.is_complex() else p for p in parts)
-            models[cluster] = torch.cat([part.flatten().to(server) for part in real])
+            drawn = torch.cat([part.flatten().to(server) for part in real])
+            models[cluster, : self.num_parameters] = drawn[: self.num_parameters]
             if torch.equal(models[cluster], server):
                 raise FederationError(
                     f"IFCA draws the parameters of {type(module).__name__} anew for each cluster,"

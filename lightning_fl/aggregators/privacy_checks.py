@@ -49,7 +49,13 @@ def check_run(name: str, federation: Federation) -> None:
 
 def _check_training(name: str, trainer: Trainer) -> None:
     """Raise an error if local training would pass data from one client to another."""
-    if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
+    configs = trainer.lr_scheduler_configs
+    if configs and not trainer.lightning_module.automatic_optimization:
+        raise FederationError(
+            f"{name} is incompatible with schedulers of a module that steps them itself: they"
+            " continue from the client with the most steps. Remove them from configure_optimizers"
+        )
+    if any(config.interval == "step" for config in configs):
         raise FederationError(
             f'{name} is incompatible with a scheduler of interval="step": it continues from the'
             " client with the most steps, so one client's size would set the learning rate of all."

@@ -45,9 +45,9 @@ class SecureAggregation(Aggregator):
     rounded (``secure_rounding``), over all clients. Every client sends all trained parameters with
     :math:`b` bits, also after :class:`~lightning_fl.transforms.TopK`.
 
-    Supported are rules that need sums only: :class:`FedAvg`, server optimizers,
-    :class:`Scaffold`, :class:`FedDyn`, :class:`FedNova`, :class:`FedCM`, :class:`FedExP`,
-    :class:`NormClipping`, :class:`DPFedAvg`. What a rule does before it adds, such as clipping a
+    Supported are rules that need sums only: :class:`FedAvg`, server optimizers, :class:`Scaffold`,
+    :class:`FedDyn`, :class:`FedNova`, :class:`FedExP`, :class:`NormClipping`, :class:`DPFedAvg`,
+    and with a ``max_weight`` :class:`FedCM`. What a rule does before it adds, such as clipping a
     norm, is done by the clients. With ``DPFedAvg(noise_by="clients")`` no party sees an update
     without noise.
 
@@ -135,7 +135,7 @@ class SecureAggregation(Aggregator):
         samples = self.known_federation.num_samples
         if self.max_weight is not None:
             return self.max_weight
-        if isinstance(self.aggregator, FedAvg) and self.aggregator.weighting == "uniform":
+        if getattr(self.aggregator, "weighting", None) == "uniform":
             return 1.0
         if samples is None:
             raise FederationError(

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from lightning_fl.contracts.client_part import ClientPart
+from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.data import FederatedData
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.errors import FederationError, check_package
@@ -36,7 +37,7 @@ from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import replaced
 from lightning_fl.objectives import DPSGD, ClientModule
 from lightning_fl.runners import flat
-from lightning_fl.runners.optimizer import optimizers_in, params_of
+from lightning_fl.runners.optimizer import evaluates_often, optimizers_in, params_of
 from lightning_fl.runners.spectral_norm import spectral_norms
 
 #: Unsupported callbacks: the reason, and an alternative if there is one.
@@ -283,6 +284,29 @@ def check_network(trainer: Trainer, module: LightningModule, data: FederatedData
             f"{type(module.net).__name__} has {scores.shape[1]} outputs, and the largest label is"
             f" {count - 1}: set {count} outputs, or number the classes from 0"
         )
+
+
+def check_evaluations(trainer: Trainer, module: nn.Module) -> None:
+    """Check that an optimizer evaluates the loss once in a step, where that is counted on."""
+    if (found := evaluates_often(trainer.optimizers)) is None:
+        return
+    if isinstance(module, DPSGD):
+        raise FederationError(
+            f"{type(found).__name__} evaluates several noisy gradients in a step, of which"
+            f" {type(module).__name__} counts one: choose an optimizer such as SGD or Adam"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise FederationError(
+            f"{type(found).__name__} evaluates the loss several times in a step, and"
+            " accumulate_grad_batches adds up their gradients: increase batch_size instead"
+        )
+
+
+def check_terms(module: nn.Module, federation: Federation) -> None:
+    """Check that the terms of the loss fit the run."""
+    terms: Any = module.terms if isinstance(module, ClientModule) else ()
+    for term in terms:
+        term.check(federation)
 
 
 def check_private_steps(

@@ -21,11 +21,13 @@ from lightning_fl.contracts.plan import Cohort, RoundPlan
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.checks import (
     check_clock,
+    check_evaluations,
     check_fit,
     check_network,
     check_phases_of_terms,
     check_policy,
     check_private_steps,
+    check_terms,
     checked_optimizers,
 )
 from lightning_fl.federation.client_memory import ClientMemory
@@ -283,6 +285,8 @@ class Fit:
         #: Client-side work of the aggregator in addition to training.
         self.parts = prepared.client_parts()
         check_private_steps(self.runner.module, self.options, self.parts)
+        check_evaluations(self.trainer, self.runner.module)
+        check_terms(self.runner.module, self.federation)
         self.schedulers = Schedulers(self.trainer, self.runner.optimizer_state)
         self.measures = Measures(self.trainer, self.data, seed, self.processes)
         self.memory = ClientMemory(

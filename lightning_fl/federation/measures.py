@@ -110,6 +110,8 @@ class Measures:
     def __init__(self, trainer: Trainer, data: Any, seed: int, processes: Processes) -> None:
         self._trainer, self._data, self._seed = trainer, data, seed
         self._processes = processes
+        #: Batches of the clients in training, with their seeds.
+        self._streams: list[tuple[Any, int]] = []
 
     def client_losses(
         self,
@@ -197,7 +199,7 @@ class Measures:
         Returns:
             Function that returns gradients as :meth:`client_gradients`, of one training batch each.
         """
-        streams = list[tuple[Iterator[Any], int]]()
+        streams = self._streams = []
 
         def evaluated(models: Tensor) -> Tensor:
             for client in () if streams else clients:
@@ -211,6 +213,12 @@ class Measures:
             return self._processes.same(torch.stack(rows))
 
         return evaluated
+
+    def close_batches(self) -> None:
+        """End the batches of :meth:`batch_gradients`, from which clients may go on to train."""
+        for stream, _ in self._streams:
+            stream.close()
+        self._streams = []
 
     def _gradient(self, runner: ClientRunner, batches: Iterable[Any], seed: int) -> Tensor:
         """Return the gradient of the mean loss of the module, ``[num_parameters]``."""

@@ -81,8 +81,7 @@ class Round:
         self.updates: dict[int, Tensor] = {}
         self.is_aggregating = self.is_aggregated = self.is_abandoned = self.is_validated = False
         self._schedule = self.schedule_before
-        #: Options that schedulers have set at the end of the round.
-        self._by_rounds: list[Options] = []
+        self._by_rounds: list[Options] = []  # which schedulers set at the end of the round
         self._steps_at_start = 0  # Lightning's count at the start of the client
         self._client: ClientContext | None = None
         self._broadcast: Mapping[str, Tensor] = {}
@@ -181,12 +180,13 @@ class Round:
         fit.runner.start_phases(fit.planner.phase_ends(clients, self.plan.num_steps[rows]))
         values = {name: value[rows] for name, value in self.plan.hyperparameters.items()}
         fit.runner.set_hyperparameters(values | self._inputs(clients))
-        if fit.runner.trains_here:
-            call_hook(fit.module, "on_client_start")
         self._client = self._context(step)
         self._part_memory = fit.memory.of_parts(clients)
         for part, memory in zip(fit.parts, self._part_memory, strict=True):
             part.start(self._client, memory, self._broadcast)
+        fit.measures.close_batches()
+        if fit.runner.trains_here:
+            call_hook(fit.module, "on_client_start")
 
     def _inputs(self, clients: Tensor) -> dict[str, Tensor]:
         """Return what the module asks for of data and aggregator, ``[k, ...]`` by name."""
@@ -261,8 +261,7 @@ class Round:
 
     def _batch_size(self, step: Step) -> int:
         """Return the number of samples of a local step over all processes that share them."""
-        clients = self.plan.clients[list(step.rows)]
-        return int(self.fit.data.batch_sizes(clients, step.start, 1))
+        return int(self.fit.data.batch_sizes(self.plan.clients[list(step.rows)], step.start, 1))
 
     def end_batch(self, batch_idx: int) -> None:
         """Collect updates after the last local step of clients; aggregate after the last client."""
@@ -313,8 +312,7 @@ class Round:
         update = ClientUpdate(clients, delta, num_samples, num_steps, lr, extras)
         update, dropped = self._received(update)
         self.results.dropped |= dropped
-        reports = zip(clients.tolist(), self._reported.tolist(), strict=True)
-        self.results.reported |= dict(reports)
+        self.results.reported |= dict(zip(clients.tolist(), self._reported.tolist(), strict=True))
         usable = torch.tensor([client not in dropped for client in clients.tolist()])
         if not usable.any():
             return

@@ -28,6 +28,7 @@ from lightning_fl.hooks import quiet
 from lightning_fl.integrations.exchange import client_side, exchange_id
 from lightning_fl.integrations.messages import Expected, Reply, Task
 from lightning_fl.integrations.runner import Elsewhere, Exchange, RemoteRunner
+from lightning_fl.objectives import DPSGD
 from lightning_fl.options import check_flag
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners.constants import digest
@@ -99,6 +100,8 @@ class RemoteServer(FederatedLoop):
             why = f"{rule.__name__} simulates the times at which updates arrive"
         elif isinstance(self.aggregator, DPFedAvg):
             why = "DPFedAvg draws its noise from the seed of the run, which the clients know"
+        elif isinstance(self.module, DPSGD):
+            why = "DPSGD draws its noise from the seed of the run, which the server knows"
         elif isinstance(self.aggregator, SecureAggregation):
             why = "SecureAggregation simulates what a server would not see, and this one sees it"
         elif wanted := sorted(self.policy.learns_from - {"client_losses"}):

@@ -24,7 +24,7 @@ AT_ONCE = 64
 
 
 class DPSGD(TwoPassModule):
-    r"""Train each client with DP-SGD, so that its model hides single samples from the server, too.
+    r"""Train each client with DP-SGD, so that its model hides single samples.
 
     Abadi et al. (2016). A local step draws each sample of the client with probability
     :math:`q_k = \min(1, L / n_k)`, independently, and steps with
@@ -33,9 +33,9 @@ class DPSGD(TwoPassModule):
         \min\bigl(1, \tfrac{C}{\lVert g_i \rVert}\bigr) + N(0, z^2 C^2 I) \Bigr),
 
     where :math:`g_i` is the gradient of one sample with respect to all trained parameters. Any
-    optimizer makes the step. The module draws the samples, so a batch must have all samples of the
-    client: set ``batch_size=None`` of the data module, and the number of local steps with a policy,
-    such as ``Schedule(num_steps=10)``.
+    optimizer that evaluates one gradient per step makes the step. The module draws the samples, so
+    a batch must have all samples of the client: set ``batch_size=None`` of the data module, and the
+    number of local steps with a policy, such as ``Schedule(num_steps=10)``.
 
     The callback :class:`SampleAccountant`, which the module brings with it, computes
     :math:`\varepsilon` of each client with Opacus. In the table of rounds, ``sample_epsilon`` is
@@ -160,10 +160,10 @@ class SampleAccountant(Callback):
         if (data := _federated(trainer)) is None:
             return
         sizes = data.batch_sizes(torch.arange(len(data.num_samples)), 0, 1)[0]
-        if (sizes != data.num_samples).any():
+        if (sizes != data.num_samples).any() or data.replacement:
             raise FederationError(
                 f"{type(self.module).__name__} draws from all samples of a client, and a batch has"
-                " fewer: set batch_size=None of the data module"
+                " others: set batch_size=None and replacement=False of the data module"
             )
         if not self.module.delta < 1 / (most := int(data.num_samples.max())):
             raise FederationError(

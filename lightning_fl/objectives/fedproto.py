@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_fl.contracts.context import Federation
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.prototypes import class_indicators, prototype_distances
 from lightning_fl.objectives.calibrated import check_classes
 from lightning_fl.objectives.recorder import LAST_INPUT, Recorder, Trace
@@ -93,6 +95,21 @@ class FedProto(Term):
     def prepare(self, module: TermModule) -> None:
         """Check that samples have classes."""
         check_classes(self, module)
+
+    def check(self, federation: Federation) -> None:
+        """Refuse what does not exchange means of the prototypes of all samples."""
+        rule = type(federation.aggregator).__name__
+        if rule != "FedAvg" or federation.update_transforms:
+            wrong = "update transforms" if rule == "FedAvg" else rule
+            raise FederationError(
+                f"FedProto exchanges weighted means and their weights, which {wrong} would change"
+                " each in its own way: use the rule FedAvg without update transforms"
+            )
+        if federation.shares_samples:
+            raise FederationError(
+                "FedProto needs all samples of a client in one process:"
+                " use strategy='client_parallel'"
+            )
 
     def build(self, recorder: Recorder, trace: Trace) -> None:
         """Create the prototypes for the shapes of features and outputs."""

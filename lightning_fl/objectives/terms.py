@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lightning_fl.contracts.context import Federation
 from lightning_fl.objectives.parameter_groups import ParameterGroup
 from lightning_fl.objectives.recorder import Recorder, Trace
 from lightning_fl.runners.step_module import StepModule
@@ -107,6 +108,13 @@ class Term(nn.Module, ABC):
 
         Args:
             module: Module of the term.
+        """
+
+    def check(self, federation: Federation) -> None:
+        """Raise a ``FederationError`` if the term does not fit the run, at the start of a fit.
+
+        Args:
+            federation: Description of the run.
         """
 
     def build(self, recorder: Recorder, trace: Trace) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 #: Optimizers whose steps are elementwise and proportional to the learning rate.
 PROPORTIONAL = {
@@ -54,6 +54,12 @@ def optimizers_in(configured: Any) -> Iterator[Optimizer]:
     elif isinstance(configured, list | tuple):
         for part in configured:
             yield from optimizers_in(part)
+
+
+def evaluates_often(optimizers: Iterable[Optimizer]) -> Optimizer | None:
+    """Return the first optimizer that evaluates the loss several times in a step, or None."""
+    inner = (each for optimizer in optimizers for each in with_inner(optimizer))
+    return next((o for o in inner if isinstance(o, LBFGS) or hasattr(o, "evaluations")), None)
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.errors import FederationError
 from lightning_fl.runners.local_tensors import matched_tensors
-from lightning_fl.runners.optimizer import with_inner
+from lightning_fl.runners.optimizer import evaluates_often
 
 
 def trained_parameters(
@@ -64,13 +64,11 @@ def trained_in_phases(
         FederationError: If a phase trains nothing, or an optimizer moves parameters without a
             gradient.
     """
-    for each in (inner for o in optimizers for inner in with_inner(o)) if phases else ():
-        # They evaluate the loss several times, with all parameters moved.
-        if isinstance(each, LBFGS) or hasattr(each, "evaluations"):
-            raise FederationError(
-                f"phases do not support {type(each).__name__}, which moves parameters without a"
-                " gradient: choose another optimizer"
-            )
+    if phases and (found := evaluates_often(optimizers)):  # with all parameters moved
+        raise FederationError(
+            f"phases do not support {type(found).__name__}, which moves parameters without a"
+            " gradient: choose another optimizer"
+        )
     return [trained_parameters(phase, module, local) for phase in phases]
 
 

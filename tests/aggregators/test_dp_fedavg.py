@@ -316,6 +316,10 @@ class Stepwise(ClientModule):
 def test_what_one_client_could_pass_to_the_others_is_refused(simulate, fit, foreign):
     with pytest.raises(FederationError, match=r'interval="step".* Set interval="epoch"'):
         fit(Stepwise().double(), FederatedLoop(aggregator=DPFedAvg(), seed=3))
+    manual = Stepwise().double()
+    manual.automatic_optimization = False
+    with pytest.raises(FederationError, match="schedulers of a module that steps them itself"):
+        fit(manual, FederatedLoop(aggregator=DPFedAvg(), seed=3))
     for monitor in ("train_loss", "federation/num_samples"):
         with pytest.raises(FederationError, match=f"EarlyStopping monitors '{monitor}'"):
             simulate(EarlyStopping(monitor), aggregator=DPFedAvg())

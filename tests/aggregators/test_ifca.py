@@ -13,6 +13,7 @@ from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Proximal
 from lightning_fl.partition import Natural
 from lightning_fl.policies import Schedule
+from lightning_fl.transforms import TopK
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 from two_classes import samples
 from written_plainly import LR, Lost, Noted, loss_and_gradient, module, samples_of, vector
@@ -141,3 +142,40 @@ def test_networks_that_cannot_be_drawn_anew_are_refused(fit):
         fit(ClientModule(Fixed()), FederatedLoop(IFCA(2), seed=1), groups(), rounds=1)
     with pytest.raises(FederationError, match="clusters"):
         IFCA(0)
+
+
+def test_update_transforms_are_refused(fit):
+    """They would act on the way from the received to the chosen model, too."""
+    loop = FederatedLoop(IFCA(2), seed=1, update_transforms=[TopK(0.5)])
+    with pytest.raises(FederationError, match="IFCA lets clients start from another model"):
+        fit(module(), loop, groups(), rounds=1)
+
+
+def test_buffers_of_the_server_stay(fit):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+    net[1].running_mean.fill_(5.0)
+    begun = Begun()
+    loop = FederatedLoop(IFCA(2), Schedule(num_steps=1), seed=1, buffers="server")
+    fit(ClientModule(net).double(), loop, groups(), rounds=1, callbacks=[begun])
+    for models in (begun.models, loop.aggregator.models):
+        assert (models[:, 14:16] == 5).all()
+
+
+def test_hooks_at_the_start_of_a_client_see_the_model_that_it_trains(fit):
+    class Seeing(ClientModule):
+        def on_client_start(self):
+            self.seen = vector(self).clone()
+
+        def training_step(self, batch, batch_idx):
+            differences.append(float((vector(self) - self.seen).abs().max()))
+            return super().training_step(batch, batch_idx)
+
+    differences = []
+    torch.manual_seed(0)
+    user = Seeing(torch.nn.Linear(4, 2)).double()
+    loop = FederatedLoop(IFCA(2), Schedule(num_steps=1), seed=1, check=False)
+    fit(user, loop, groups(), rounds=2)
+    assert len(loop.aggregator.cluster_of.unique()) == 2
+    assert len(differences) == 10
+    assert not any(differences)

@@ -136,6 +136,13 @@ def test_rules_that_count_local_steps_are_refused(fit, linear, regression, rule)
         fit(linear(), FederatedLoop(rule), regression, accumulate_grad_batches=2)
 
 
+def test_optimizers_of_several_gradients_in_a_step_are_refused(fit, foreign):
+    module = foreign()
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters(), max_iter=2)
+    with pytest.raises(FederationError, match="LBFGS evaluates the loss several times"):
+        fit(module, FederatedLoop(buffers="average"), accumulate_grad_batches=2)
+
+
 def test_phases_are_refused(fit, foreign):
     loop = FederatedLoop(policy=Schedule(phases=[Phase(["net.0.*"])]), buffers="average")
     with pytest.raises(FederationError, match="phases cannot be combined with accumulate_grad"):

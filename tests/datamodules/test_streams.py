@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import QFedAvg
+from lightning_fl.aggregators import FedALA, QFedAvg
 from lightning_fl.callbacks import (
     FederatedLoop,
     LabelFlip,
@@ -214,6 +214,14 @@ def test_losses_over_all_samples_and_fine_tuning_do_not_change_what_is_read(trai
     read = by_owner(module.read)
     assert read[0] == list(range(15))
     assert read[2] == list(range(12))
+
+
+def test_batches_before_the_first_step_do_not_change_what_is_read(train):
+    loop = FederatedLoop(FedALA(first_passes=2), Schedule(num_steps=2, lr=0.1), seed=0, check=False)
+    mixed, _ = train(streams(), loop=loop)
+    other = FederatedLoop(policy=Schedule(num_steps=2, lr=0.1), seed=0, check=False)
+    plain, _ = train(streams(), loop=other)
+    assert by_owner(mixed.read) == by_owner(plain.read)
 
 
 def test_streams_without_a_state_are_read_once(train, tmp_path):

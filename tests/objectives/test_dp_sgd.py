@@ -15,6 +15,7 @@ from lightning_fl.contracts.plan import Cohort
 from lightning_fl.functional.privacy import clipped_sum, epsilon, sample_epsilon
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.objectives import DPSGD, SampleAccountant
+from lightning_fl.optimizers import PFedMe
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.types import FederationError
 from two_classes import samples
@@ -241,6 +242,12 @@ def test_what_it_cannot_serve_is_refused(fit):
         run(fit, made(net), buffers="average")
     with pytest.raises(FederationError, match="set batch_size=None of the data module"):
         run(fit, made(), data=samples(batch_size=4))
+    with pytest.raises(FederationError, match="replacement=False of the data module"):
+        run(fit, made(), data=samples(batch_size=None, replacement=True))
+    for optimizer in (partial(torch.optim.LBFGS, max_iter=4), partial(PFedMe, inner_steps=2)):
+        several = DPSGD(nn.Linear(4, 2), delta=0.01, optimizer=optimizer).double()
+        with pytest.raises(FederationError, match="several noisy gradients in a step, of which"):
+            run(fit, several)
     with pytest.raises(FederationError, match="Scaffold adds to the work of clients"):
         run(fit, made(), aggregator=Scaffold())
     policy = PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 2}])

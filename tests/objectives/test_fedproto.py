@@ -6,11 +6,12 @@ from torch.utils.data import TensorDataset
 
 from by_hand import Batches, cross_entropy, forward, gradient, moved, network, sgd, start
 from lightning_fl import ClientModule, FederatedLoop, VectorizedClients
-from lightning_fl.aggregators import FedAvg
+from lightning_fl.aggregators import FedAdam, FedAvg, FedExP
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import FedProto
 from lightning_fl.partition import Shards
 from lightning_fl.policies import Schedule
+from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 
 DECAY = 0.05
@@ -163,3 +164,16 @@ def test_labels_that_are_no_classes_are_refused(fit):
         fit(module(), FederatedLoop(**LOCAL), data, rounds=1)
     with pytest.raises(FederationError, match="strength"):
         FedProto(-1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"aggregator": FedAdam()}, "FedAdam"),
+        ({"aggregator": FedExP()}, "FedExP"),
+        ({"update_transforms": [TopK(0.5)]}, "update transforms"),
+    ],
+)
+def test_what_does_not_average_prototypes_and_weights_alike_is_refused(run, options, wrong):
+    with pytest.raises(FederationError, match=f"which {wrong} would change"):
+        run(module(), **LOCAL | options)

@@ -141,3 +141,22 @@ def test_what_it_cannot_train_is_refused(run):
         run(module(FedRoD(), APFL()))
     with pytest.raises(FederationError, match="gradient_clip_val"):
         run(module(FedRoD()), trainer={"gradient_clip_val": 1.0})
+
+
+def test_clients_are_fine_tuned_with_their_own_class_counts(fit, data):
+    seen = []
+
+    class Noting(FedRoD):
+        def changed(self, logits, counts):
+            seen.append(counts.tolist())
+            return super().changed(logits, counts)
+
+    samples = data(local_test_size=0.25, unseen_clients=["3"])
+    user = ClientModule(nn.Sequential(nn.Linear(6, 3)), terms=[Noting()]).double()
+    scores = PersonalizedEvaluation(steps=1)
+    loop = FederatedLoop(policy=Schedule(num_steps=1), seed=1, check=False)
+    fit(user, loop, samples, rounds=1, callbacks=[scores])
+    parts = [*samples.parts, *samples.unseen_parts]
+    expected = [samples.class_labels[part].bincount(minlength=3).tolist() for part in parts]
+    assert len(parts) == 4
+    assert seen[3:] == expected  # after the local steps of three clients
