@@ -240,7 +240,7 @@ def test_what_it_cannot_serve_is_refused(fit):
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     with pytest.raises(FederationError, match=r"BatchNorm \(1\) mixes .* GroupNorm"):
         run(fit, made(net), buffers="average")
-    with pytest.raises(FederationError, match="set batch_size=None of the data module"):
+    with pytest.raises(FederationError, match="set batch_size=None and replacement=False"):
         run(fit, made(), data=samples(batch_size=4))
     with pytest.raises(FederationError, match="replacement=False of the data module"):
         run(fit, made(), data=samples(batch_size=None, replacement=True))
