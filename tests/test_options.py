@@ -177,6 +177,7 @@ BEYOND = {
     "RepresentationMatching": {
         "coefficient": [-1], "reduction": ["max"], "source": ["above"], "lr_factor": [0],
     },
+    "HeteroFL": {"rates": [[], [0.0], [0.5, 1.5]], "window": ["last"]},
     "Scaffold": {"option": ["III"], "lr": [0.0, math.inf], "weighting": ["size"]},
     "SecureAggregation": {"clip": [0.0], "bits": [1, 54, 8.5], "max_weight": [0.0]},
     "Schedule": {

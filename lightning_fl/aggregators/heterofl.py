@@ -127,22 +127,23 @@ class HeteroFL(FedAvg):
     def _check(self, module: LightningModule, example: Any) -> None:
         """Check that units without weights are 0, and that units act through weights only."""
         name = type(self).__name__
-        if not (isinstance(example, list | tuple) and isinstance(example[0], Tensor)):
+        x = example[0] if isinstance(example, list | tuple) else None
+        if not isinstance(x, Tensor) or type(module).forward is LightningModule.forward:
             raise FederationError(
-                f"{name} requires batches (x, ...) with a tensor x, got a batch of type"
-                f" {type(example).__name__}: return such tuples from the dataset"
+                f"{name} checks layers by forward(x) of a tensor x of a batch (x, ...): return such"
+                f" tuples from the dataset, and implement forward in {type(module).__name__}"
             )
         weights = dict(module.named_parameters())
-        x, dtype = example[0].to(module.device), next(iter(weights.values())).dtype
+        dtype = next(iter(weights.values())).dtype if x.is_floating_point() else x.dtype
+        x = x.to(module.device, dtype)
         layers, ran = [m for m in module.modules() if isinstance(m, LAYERS)], list[nn.Module]()
 
         def output(kept: Mapping[str, Tensor]) -> Tensor:
             """Return the output of a network of random weights of which some are not 0."""
             with seeded_rng(0, module.device):  # of dropout, too
                 drawn = {n: torch.randn_like(p) * kept[n].to(p.device) for n, p in weights.items()}
-                return functional_call(
-                    module, drawn, (x.to(dtype) if x.is_floating_point() else x,)
-                )
+                value: Tensor = functional_call(module, drawn, (x,))
+                return value
 
         is_stack, first = True, int(self.window == "rolling")
         with ExitStack() as stack:
@@ -151,8 +152,8 @@ class HeteroFL(FedAvg):
             for rate in self.distinct:
                 held, rows = self._masks(rate, first), self._masks(rate, first, rows=True)
                 cut, loose = output(held), {n: held[n] | ~rows[n] for n in held}
-                near = {"rtol": 1e-3, "atol": 1e-3 * float(cut.std())}
-                is_stack &= all(torch.allclose(cut, output(m), **near) for m in (rows, loose))
+                near = 1e-3 * float(cut.std())
+                is_stack &= all(torch.allclose(cut, output(m), 1e-3, near) for m in (rows, loose))
         if not is_stack or ran != 3 * len(self.distinct) * layers:
             raise FederationError(
                 f"{name} requires a stack of layers whose units are 0 without weights and act on"

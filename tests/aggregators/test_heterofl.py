@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from lightning import LightningModule
 from torch import nn
 
 from lightning_fl import ClientModule
@@ -255,6 +256,27 @@ def test_normalization_of_groups_that_are_held_as_a_whole_is_no_harm(fit):
     fit(made, FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
     with pytest.raises(FederationError, match="through weights only"):
         fit(made, FederatedLoop(HeteroFL([0.5], window="rolling"), seed=1), data(), rounds=1)
+
+
+class WithoutForward(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = linear()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_module_without_forward_is_refused(fit):
+    with pytest.raises(FederationError, match="implement forward in WithoutForward"):
+        fit(WithoutForward().double(), FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
 
 
 def test_a_second_model_of_the_client_is_refused(fit):

@@ -230,7 +230,7 @@ OPTIONS = {
 #: Rules that need sums only.
 OF_SUMS = {
     *("FedAvg", "FedOpt", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "FedNova", "FedCM"),
-    *("Scaffold", "FedDyn", "FedExP", "NormClipping", "DPFedAvg", "ZeroPadding"),
+    *("Scaffold", "FedDyn", "FedExP", "NormClipping", "DPFedAvg", "ZeroPadding", "HeteroFL"),
 }
 ABSTRACT = {"Aggregator", "AdapterRule", "AsynchronousAggregator", "NeuronMatching"}
 ABSTRACT |= {"RobustAggregator", "SecureAggregation"}
