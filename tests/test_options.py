@@ -160,6 +160,9 @@ BEYOND = {
     "FedYogi": {"lr": [-1.0]},
     "GeometricMedian": {"weighting": ["size"]},
     "Gossip": {"graph": ["star"], "probability": [0.0]},
+    "HeteroFL": {
+        "rates": [[], 0.5, [0.0], [0.5, 1.5]], "window": ["last"], "drawn": [1],
+    },
     "Krum": {"attackers": [-1], "keep": [0]},
     "MOON": {"mu": [-1.0], "temperature": [0.0]},
     "NormClipping": {"max_norm": [0.0]},
@@ -177,7 +180,6 @@ BEYOND = {
     "RepresentationMatching": {
         "coefficient": [-1], "reduction": ["max"], "source": ["above"], "lr_factor": [0],
     },
-    "HeteroFL": {"rates": [[], [0.0], [0.5, 1.5]], "window": ["last"]},
     "Scaffold": {"option": ["III"], "lr": [0.0, math.inf], "weighting": ["size"]},
     "SecureAggregation": {"clip": [0.0], "bits": [1, 54, 8.5], "max_weight": [0.0]},
     "Schedule": {

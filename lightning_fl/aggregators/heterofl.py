@@ -80,9 +80,9 @@ class HeteroFL(FedAvg):
         window: Literal["first", "rolling"] = "first",
     ) -> None:
         super().__init__("uniform")
+        if not isinstance(rates, Sequence) or not rates:
+            raise FederationError(f"rates must be a list of one or more rates, got {rates!r}")
         self.rates = [check_number("a rate in rates", rate, above=0, max=1) for rate in rates]
-        if not self.rates:
-            raise FederationError("rates must have one rate or more, got none")
         #: The distinct rates, in ascending order.
         self.distinct = sorted(set(self.rates))
         self.drawn = check_flag("drawn", drawn)

@@ -296,18 +296,3 @@ def test_clients_of_a_rolling_window_keep_nothing(fit, options):
             continue
         with pytest.raises(FederationError, match="moves the units of a client"):
             fit(module(linear), loop, data(), rounds=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"rates": []}, "rates must have one rate or more"),
-        ({"rates": [0.5, 0.0]}, "a rate in rates"),
-        ({"rates": [1.5]}, "a rate in rates"),
-        ({"drawn": 1}, "drawn"),
-        ({"window": "last"}, "window"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, words):
-    with pytest.raises(FederationError, match=words):
-        HeteroFL(**options)
