@@ -161,7 +161,7 @@ BEYOND = {
     "GeometricMedian": {"weighting": ["size"]},
     "Gossip": {"graph": ["star"], "probability": [0.0]},
     "HeteroFL": {
-        "rates": [[], 0.5, [0.0], [0.5, 1.5]], "window": ["last"], "drawn": [1],
+        "rates": [[], 0.5], "window": ["last"], "drawn": [1],
     },
     "Krum": {"attackers": [-1], "keep": [0]},
     "MOON": {"mu": [-1.0], "temperature": [0.0]},

@@ -296,3 +296,9 @@ def test_clients_of_a_rolling_window_keep_nothing(fit, options):
             continue
         with pytest.raises(FederationError, match="moves the units of a client"):
             fit(module(linear), loop, data(), rounds=1)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.5, math.nan])
+def test_a_rate_out_of_range_is_refused(rate):
+    with pytest.raises(FederationError, match=f"each of rates .*, got {rate}"):
+        HeteroFL([0.5, rate])
