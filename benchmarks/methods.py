@@ -59,6 +59,7 @@ HETEROGENEITY: Arms = {
     "FedAdam": rule("FedAdam", lr=0.01),
     "FedExP": rule("FedExP"),
     "FedCM, alpha = 0.1": rule("FedCM", alpha=0.1),
+    "HeteroFL, rates 1, 1/2, 1/4": rule("HeteroFL", rates=[1.0, 0.5, 0.25]),
     "FedSAM, rho = 0.1": (given("model", "FedSAM", rho=0.1),),
     "FedNTD": term("FedNTD", beta=1.0),
     "FedDecorr": term("FedDecorr", beta=0.1),

@@ -445,6 +445,21 @@ ROWS = {
     "FedAMP, Proximal": lambda root: row(
         module(Proximal(0.5)), aggregator=FedAMP(), policy=Uneven(), clients_per_round=3
     ),
+    "HeteroFL, BatchNorm": lambda root: row(
+        ClientModule(
+            nn.Sequential(
+                nn.Linear(FEATURES, 5),
+                nn.BatchNorm1d(5, track_running_stats=False),
+                nn.ReLU(),
+                nn.Linear(5, CLASSES),
+            ),
+            optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        ),
+        samples(drop_last=True),
+        aggregator=HeteroFL([1, 0.5, 0.2], drawn=True, window="rolling"),
+        policy=Uneven(),
+        clients_per_round=4,
+    ),
     "IFCA, BatchNorm": lambda root: row(
         ClientModule(
             nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)),
@@ -606,7 +621,7 @@ LONG = (
     *("BatchNorm, a policy that learns", "plateau, EarlyStopping", "FedSAM, PowerOfChoice"),
     *("PFedMe, batches that are weighted", "Adaptive, kept", "two optimizers, kept"),
     *("FedAMP, Proximal", "FedRoD, clients with uneven work", "FedProto, local networks"),
-    *("IFCA, BatchNorm", "FedALA, PersonalizedEvaluation"),
+    *("IFCA, BatchNorm", "FedALA, PersonalizedEvaluation", "HeteroFL, BatchNorm"),
 )
 #: Rows that cannot be vectorized, with the reason that is given.
 NOT_VECTORIZED = {

@@ -160,6 +160,9 @@ BEYOND = {
     "FedYogi": {"lr": [-1.0]},
     "GeometricMedian": {"weighting": ["size"]},
     "Gossip": {"graph": ["star"], "probability": [0.0]},
+    "HeteroFL": {
+        "rates": [[], 0.5], "window": ["last"], "drawn": [1],
+    },
     "Krum": {"attackers": [-1], "keep": [0]},
     "MOON": {"mu": [-1.0], "temperature": [0.0]},
     "NormClipping": {"max_norm": [0.0]},

@@ -19,6 +19,7 @@ from lightning_fl.aggregators.fednova import FedNova
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from lightning_fl.aggregators.flexlora import FlexLoRA
 from lightning_fl.aggregators.gossip import Gossip
+from lightning_fl.aggregators.heterofl import HeteroFL
 from lightning_fl.aggregators.ifca import IFCA
 from lightning_fl.aggregators.loss_weights import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.matching import PFNM, FedMA, NeuronMatching, StreamingPFNM
@@ -69,6 +70,7 @@ __all__ = [
     "FlexLoRA",
     "GeometricMedian",
     "Gossip",
+    "HeteroFL",
     "Krum",
     "NeuronMatching",
     "NormClipping",

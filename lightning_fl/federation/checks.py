@@ -277,7 +277,9 @@ def check_network(trainer: Trainer, module: LightningModule, data: FederatedData
             ) from error
     labels = data.class_labels
     is_own = type(module).federated_losses is not ClientModule.federated_losses
-    if is_own or labels is None or labels.is_floating_point() or scores.ndim < 2:
+    if is_own or labels is None or labels.is_floating_point():
+        return
+    if not isinstance(scores, Tensor) or scores.ndim < 2:
         return
     if (count := int(labels.max()) + 1) > scores.shape[1]:
         raise FederationError(

@@ -45,6 +45,7 @@ RULES = {
     "FedALA": FedALA,
     "FedAMP": lambda: of_twenty(FedAMP()),
     "FedAMP(cosine)": lambda: of_twenty(FedAMP(similarity="cosine")),
+    "HeteroFL": lambda: of_twenty(HeteroFL()),
     "IFCA": lambda: of_twenty(IFCA(3)),
     "CoordinateMedian": CoordinateMedian,
     "TrimmedMean": TrimmedMean,

@@ -230,7 +230,8 @@ OPTIONS = {
 #: Rules that need sums only.
 OF_SUMS = {
     *("FedAvg", "FedOpt", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "FedNova", "FedCM"),
-    *("Scaffold", "FedDyn", "FedExP", "NormClipping", "DPFedAvg", "ZeroPadding", "FedALA"),
+    *("Scaffold", "FedDyn", "FedExP", "NormClipping", "DPFedAvg", "ZeroPadding"),
+    *("FedALA", "HeteroFL"),
 }
 ABSTRACT = {"Aggregator", "AdapterRule", "AsynchronousAggregator", "NeuronMatching"}
 ABSTRACT |= {"RobustAggregator", "SecureAggregation"}
