@@ -78,8 +78,7 @@ class ClientRunner(ABC):
         self.tensors = ModuleTensors(module, constants)
         self.constants = Constants(type(module).__name__, self.tensors.constants)
         self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
-        self._has_aggregated = False
-        self.declared = Declared(module)
+        self.declared, self._has_aggregated = Declared(module), False
         self.declared.reset()
         #: Initial values of client-local parameters and buffers, by name.
         self.private = {name: self.tensors.by_name[name] for name in local}
@@ -103,9 +102,8 @@ class ClientRunner(ABC):
         own = {*self.named_buffers, *named_local_tensors(module)}
         self.restored_first = [name for name in self.private if name not in own]
         #: Names of the parameters and buffers that are stored for each client.
-        self.stored = list(self.private)
-        if buffers == "local":
-            self.stored += [name for name in self.named_buffers if name not in self.private]
+        own_buffers = self.named_buffers if buffers == "local" else ()
+        self.stored = list(dict.fromkeys([*self.private, *own_buffers]))
         #: The first optimizer's learning rate, to which a client's rate is a ratio. With a
         #: scheduler it is the initial value, so that the scheduler's factor still applies.
         group = self.optimizer.param_groups[0]
@@ -122,10 +120,8 @@ class ClientRunner(ABC):
         #: Makes the optimizers fresh for each client.
         self.optimizer_state = ClientOptimizers(self.optimizers)
         self._end_steps = [
-            around_steps(
-                each.optimizer, partial(self._before_step, each), partial(self.end_step, each)
-            )
-            for each in self.optimizer_state.each
+            around_steps(o.optimizer, partial(self._before_step, o), partial(self.end_step, o))
+            for o in self.optimizer_state.each
         ]
 
     def _check_local(self) -> None:
