@@ -93,7 +93,7 @@ NOT_IN_THE_TABLE = {
     "Message",  # what transforms are applied to
     *("AtomicCheckpointIO", "RoundCheckpoint", "RoundProgress"),  # no part in training
     *("Augment", "Characters", "Clip", "Draws", "InMemory", "LogMel", "Relabel"),
-    *("ImageDataModule", "Resized", "Words"),
+    *("ImageDataModule", "Resized", "SplitDataModule", "Words"),
     "Newsgroups",  # in memory, as TopicText
     *("LoRA", "TimmModel", "DPSGD", "SampleAccountant"),  # with an extra
 }
