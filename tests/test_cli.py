@@ -434,14 +434,15 @@ MISTAKES = {
     "MLPClassifier has 9 outputs, and the largest label is 9: set 10 outputs, or number": (
         "--model.init_args.net.init_args.sizes=[64,9]"
     ),
-    "unrecognized arguments: --lr=0.1": "--lr=0.1",
+    "use its whole name, such as --federation.policy.init_args.lr": "--lr=0.1",
     "EarlyStopping': the following arguments are": "--trainer.callbacks+=EarlyStopping",
     "loggers.CometLogger': Requirement 'comet-ml": "--trainer.logger=CometLogger",
-    "import path format: Dirichlet(0.5)": "'--data.init_args.partition=Dirichlet(0.5)'",
+    "write {class_path: Dirichlet, init_args": "'--data.init_args.partition=Dirichlet(0.5)'",
     "Expected 'os.system' to be a function that": "--model.init_args.optimizer=os.system",
     "mu must be": f"{TERM}+=Proximal {TERM}.init_args.mu=-1",
     "--federation.nonsense": "--federation.nonsense=1",
-    "unrecognized arguments: --aggregator FedAvgM": "--aggregator FedAvgM",
+    "--max_epochs is not an option: use --trainer.max_epochs": "--max_epochs=1",
+    "--aggregator is not an option: use --federation.aggregator": "--aggregator FedAvgM",
     "nowhere.yaml": "--config=nowhere.yaml",
     "trainer is empty in the configuration": "'--config={trainer: null}'",
     "threads": "--threads=0",

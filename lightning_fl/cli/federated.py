@@ -38,8 +38,10 @@ from lightning_fl.cli.parser import (
     PARTS,
     Parser,
     check_file,
+    check_names,
     describe,
     one_cause,
+    refuse_call,
 )
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.errors import FederationError
@@ -154,9 +156,12 @@ class FederatedCLI(LightningCLI):
         """Parse the arguments, and check the configurations."""
         parser.usage = "lightning-fl COMMAND --config FILE [options]"
         for word in args:
+            refuse_call(word)
             path = word.rpartition("=")[2]
             if path.endswith((".yaml", ".yml")) and Path(path).is_file():
                 check_file(path)
+        if args and args[0] in self._subcommand_parsers:
+            check_names(self._subcommand_parsers[args[0]], args)
         super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand]
         if empty := [name for name in PARTS if config[name] is None]:

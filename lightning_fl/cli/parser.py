@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from argparse import SUPPRESS, HelpFormatter, RawDescriptionHelpFormatter
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import yaml
@@ -12,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 # Every class that a config may name by its short name has to be imported.
 import lightning_fl.models
 import lightning_fl.optimizers
-import lightning_fl.transforms  # noqa: F401
+import lightning_fl.transforms
 from lightning_fl.cli import fail
 from lightning_fl.cli.arguments import COMMANDS, WITH_FIT
 from lightning_fl.errors import FederationError
@@ -122,8 +124,32 @@ def check_file(path: str) -> None:
         FederationError: If it is not, or if a key stands twice, of which YAML would keep the last.
     """
     with error_context(f"config {path} cannot be read", ValueError, yaml.YAMLError, RecursionError):
-        if yaml.load(read_text(path), _UniqueKeys) is None:
+        if yaml.load(text := read_text(path), _UniqueKeys) is None:
             raise FederationError("it is empty")
+        for line in text.splitlines():
+            refuse_call(line)
+
+
+def refuse_call(text: str) -> None:
+    """Raise an error if a text ends with a class and its arguments, as they are written in Python.
+
+    Args:
+        text: Argument of the command line, or line of a configuration.
+    """
+    found = re.search(r"(?:^|[:=])\s*([A-Z]\w+)\(.*\)$", text)
+    if found and any(hasattr(package, found[1]) for package in vars(lightning_fl).values()):
+        call, name = found[0].lstrip(":= "), found[1]
+        raise FederationError(f"{call} is Python: write {{class_path: {name}, init_args: {{...}}}}")
+
+
+def check_names(parser: LightningArgumentParser, args: Sequence[str]) -> None:
+    """Raise an error for the last name of an option alone, such as ``--max_epochs``."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    for name in (word.partition("=")[0] for word in args if word.startswith("--")):
+        if "." not in name and name not in options:
+            whole = [option for option in options if option.endswith(f".{name[2:]}")]
+            whole = whole or ["its whole name, such as --federation.policy.init_args.lr"]
+            raise FederationError(f"{name} is not an option: use {' or '.join(whole)}")
 
 
 class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
