@@ -71,7 +71,7 @@ class ClientScores:
         )
         self._step = LocalStep(self._module, constants)
         self._server = loop.runner.read()
-        self._sizes = [len(part) for part in (*self._data.parts, *self._data.unseen_parts)]
+        self._parts = [*self._data.parts, *self._data.unseen_parts]
         #: Round whose hyperparameters clients train with: after the last one, those of the last.
         is_over = loop.round == trainer.max_epochs
         self._next_round = loop.round - is_over
@@ -103,11 +103,11 @@ class ClientScores:
         state = ServerState(models, self._server.counters)
         plan = self._loop.policy.drawn(self._next_round, torch.tensor([client]))
         if "class_counts" in self._runner.declared.values:
-            part = [*self._data.parts, *self._data.unseen_parts][client]
-            plan = {**plan, "class_counts": self._data.split.class_counts([part])}
+            counts = self._data.split.class_counts([self._parts[client]])
+            plan = {**plan, "class_counts": counts}
         row: dict[str, float] = {
             "client": client,
-            "train_samples": self._sizes[client],
+            "train_samples": len(self._parts[client]),
             "test_samples": len(self._data.local_tests[client]),
         }
         if is_unseen:

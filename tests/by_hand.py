@@ -5,10 +5,12 @@ import functools
 import lightning as L
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lightning_fl import VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.partition import Dirichlet
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.partition import Dirichlet, Shards
 from lightning_fl.policies import Schedule
 
 LR = 0.3
@@ -22,6 +24,16 @@ def network(batchnorm):
 
 def sgd(**options):
     return functools.partial(torch.optim.SGD, lr=LR, **options)
+
+
+def skewed():
+    """Three clients with one class each, which a batch of unequal size ends."""
+    random = torch.Generator().manual_seed(0)
+    y = torch.arange(36) % 3
+    train = TensorDataset(torch.randn(36, 6, generator=random, dtype=torch.float64), y)
+    return FederatedDataModule(
+        train, train, num_clients=3, partition=Shards(1), batch_size=5, seed=0
+    )
 
 
 class Batches(L.Callback):

@@ -4,6 +4,7 @@ from lightning_fl.aggregators.adapters import AdapterRule
 from lightning_fl.aggregators.afl import AFL
 from lightning_fl.aggregators.asynchronous import AsynchronousAggregator
 from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.aggregators.client_models import ClientModels
 from lightning_fl.aggregators.clustered import ClusteredFL
 from lightning_fl.aggregators.downpour import Downpour
 from lightning_fl.aggregators.dp_fedavg import DPFedAvg
@@ -45,6 +46,7 @@ __all__ = [
     "AdapterRule",
     "Aggregator",
     "AsynchronousAggregator",
+    "ClientModels",
     "ClusteredFL",
     "CoordinateMedian",
     "DPFedAvg",

@@ -7,13 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.aggregators.client_models import ClientModels
 from lightning_fl.functional.attention import attention, mixed_model, squared_distances
 from lightning_fl.options import check_choice, check_number
 
 
-class FedAMP(Aggregator):
+class FedAMP(ClientModels):
     r"""Move the model of each client towards the models of similar clients (Huang et al., 2021).
 
     The server keeps the model :math:`w_k` of each client. A client starts from a mixture
@@ -57,11 +56,7 @@ class FedAMP(Aggregator):
         (tensor([0.5000]), tensor([[0.1839]]))
     """
 
-    models: Tensor
     weights: Tensor
-    begun: Tensor
-    ids: list[Tensor] | Tensor
-    deltas: list[Tensor] | Tensor
 
     def __init__(
         self,
@@ -75,33 +70,19 @@ class FedAMP(Aggregator):
         self.similarity = check_choice("similarity", similarity, "distance", "cosine")
 
     def allocate(self, server: Tensor) -> None:
-        """Initialize all client models with the global model."""
-        self.add_lists("ids", "deltas")
-        count = self.known_federation.num_clients
-        #: The model of each client, ``[clients, P]``, and the weights of the others in its start.
-        self.register_buffer("models", server.repeat(count, 1))
+        """Declare the weights of other models in the start of a client, ``[clients, clients]``."""
+        super().allocate(server)
+        count = len(self.models)
         self.register_buffer("weights", torch.zeros(count, count, dtype=torch.float64))
-        #: True after the first round.
-        self.register_buffer("begun", torch.tensor(False))
-
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round. The first round starts from the global model."""
-        super().start(server, trained)
-        if not self.begun:
-            self.models[:] = server
 
     def models_for(self, clients: Tensor) -> Tensor:
         """Return the mixture from which each client starts, ``[k, P]``, with its own buffers."""
-        starts = self.models[clients.to(self.models.device)]
+        starts = super().models_for(clients)
         parameters = self.models[:, : self.num_parameters]
         # One client after another, so that the bits do not depend on the others of a group.
         for start, client in zip(starts, clients.tolist(), strict=True):
             start[: parameters.shape[1]] = mixed_model(parameters, client, self.weights[client])
         return starts
-
-    def update(self, clients: ClientUpdate) -> None:
-        """Store updates until the end of the round."""
-        self.append(ids=clients.clients, deltas=clients.delta)
 
     def compute(self) -> Tensor:
         """Replace the models of the clients of the round, and return the mean of all models."""

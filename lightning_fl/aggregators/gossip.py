@@ -8,8 +8,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.aggregators.client_models import ClientModels
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.mixing import Graph, adjacency, check_mixing, metropolis
 from lightning_fl.functional.randomness import RandomStream, generator
@@ -19,7 +18,7 @@ from lightning_fl.options import check_choice, check_integer, check_number
 PIECE = 2**14
 
 
-class Gossip(Aggregator):
+class Gossip(ClientModels):
     r"""Decentralized averaging: every client averages its model with those of its neighbors.
 
     After local training, :math:`x_i \leftarrow \sum_j W_{ij} (x_j + \Delta_j)`, with
@@ -50,11 +49,7 @@ class Gossip(Aggregator):
         (tensor([0.7500]), tensor([1., 1., 0., 1.]))
     """
 
-    models: Tensor
     weights: Tensor
-    begun: Tensor
-    ids: list[Tensor] | Tensor
-    deltas: list[Tensor] | Tensor
 
     def __init__(
         self,
@@ -77,14 +72,9 @@ class Gossip(Aggregator):
         self.mixing_matrix, self._given = mixing_matrix, given
 
     def allocate(self, server: Tensor) -> None:
-        """Initialize all client models with the global model."""
-        self.add_lists("ids", "deltas")
-        weights = self._mixing().to(server.device)
-        #: The model of each client, ``[clients, P]``, and the mixing matrix.
-        self.register_buffer("models", server.repeat(len(weights), 1))
-        self.register_buffer("weights", weights, persistent=False)
-        #: True after the first round.
-        self.register_buffer("begun", torch.tensor(False))
+        """Declare the mixing matrix, too."""
+        super().allocate(server)
+        self.register_buffer("weights", self._mixing().to(server.device), persistent=False)
 
     def _mixing(self) -> Tensor:
         n, given = self.known_federation.num_clients, self._given
@@ -94,20 +84,6 @@ class Gossip(Aggregator):
         if n != len(given):
             raise FederationError(f"mixing_matrix has {len(given)} clients, the federation has {n}")
         return given
-
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round. The first round starts from the global model."""
-        super().start(server, trained)
-        if not self.begun:
-            self.models[:] = server
-
-    def models_for(self, clients: Tensor) -> Tensor:
-        """Return the model of each client, ``[k, P]``."""
-        return self.models[clients.to(self.models.device)]
-
-    def update(self, clients: ClientUpdate) -> None:
-        """Store updates until the end of the round."""
-        self.append(ids=clients.clients, deltas=clients.delta)
 
     def compute(self) -> Tensor:
         """Mix the client models, and return their mean."""

@@ -19,6 +19,7 @@ from lightning_fl.functional.randomness import RandomStream, derive_seed
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_choice, check_integer
 from lightning_fl.runners.module_copy import copied_module
+from lightning_fl.runners.tensors import flat
 
 
 class IFCA(Aggregator):
@@ -120,9 +121,8 @@ class IFCA(Aggregator):
             seed = derive_seed(self.seed_of(self.seed), RandomStream.STARTS, cluster)
             draw_parameters(module, seed)
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            parts = [tensors[name].detach() for name in federation.known_layout.shapes]
-            real = (torch.view_as_real(p) if p.is_complex() else p for p in parts)
-            drawn = torch.cat([part.flatten().to(server) for part in real])
+            shapes = federation.known_layout.shapes
+            drawn = torch.cat([flat(tensors[name]).to(server) for name in shapes])
             models[cluster, : self.num_parameters] = drawn[: self.num_parameters]
             if torch.equal(models[cluster], server):
                 raise FederationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -182,13 +182,18 @@ def check_dense(module: LightningModule) -> None:
             )
 
 
+def terms_of(module: nn.Module) -> Iterable[Any]:
+    """Return the terms of the loss of a module, which only a ``ClientModule`` has."""
+    return module.terms if isinstance(module, ClientModule) else ()
+
+
 def check_configured(module: LightningModule, configured: Any) -> None:
     """Check that a module configures an optimizer, with the parameters of its loss terms."""
     name, optimizers = type(module).__name__, list(optimizers_in(configured))
     if not optimizers:
         raise FederationError(f"{name}.configure_optimizers must return an optimizer, got none")
     known = {id(p) for optimizer in optimizers for p in params_of(optimizer)}
-    for term in module.terms if isinstance(module, ClientModule) else ():
+    for term in terms_of(module):
         if any(p.requires_grad and id(p) not in known for p in term.parameters()):
             raise FederationError(
                 f"the optimizer of {name} leaves out parameters of the term {type(term).__name__},"
@@ -198,7 +203,7 @@ def check_configured(module: LightningModule, configured: Any) -> None:
 
 def check_phases_of_terms(module: LightningModule, is_trained: Callable[[str], bool]) -> None:
     """Check that some phase of local training trains the parameters of each loss term."""
-    for i, term in enumerate(module.terms if isinstance(module, ClientModule) else ()):
+    for i, term in enumerate(terms_of(module)):
         names = [f"terms.{i}.{n}" for n, p in term.named_parameters() if p.requires_grad]
         if names and not any(map(is_trained, names)):
             raise FederationError(
@@ -306,8 +311,7 @@ def check_evaluations(trainer: Trainer, module: nn.Module) -> None:
 
 def check_terms(module: nn.Module, federation: Federation) -> None:
     """Check that the terms of the loss fit the run."""
-    terms: Any = module.terms if isinstance(module, ClientModule) else ()
-    for term in terms:
+    for term in terms_of(module):
         term.check(federation)
 
 

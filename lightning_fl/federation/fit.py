@@ -29,6 +29,7 @@ from lightning_fl.federation.checks import (
     check_private_steps,
     check_terms,
     checked_optimizers,
+    terms_of,
 )
 from lightning_fl.federation.client_memory import ClientMemory
 from lightning_fl.federation.dropped import DropWarnings
@@ -43,7 +44,6 @@ from lightning_fl.federation.traffic import Traffic
 from lightning_fl.federation.validation import Validation
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set
-from lightning_fl.objectives import ClientModule
 from lightning_fl.options import check_integer, describe
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import (
@@ -158,7 +158,7 @@ class PreparedFit:
         """Return the options by name that may differ in a resumed run, with a warning."""
         options, user = self.options, user_module(self.module)
         policies = [p for p in options.policy.modules() if isinstance(p, HyperparameterPolicy)]
-        terms = user.terms if isinstance(user, ClientModule) else ()
+        terms = terms_of(user)
         labels = getattr(self.data, "samples_are", "checksum of the training labels")
         return {
             "clients in a round": self.planner.cohort_size,

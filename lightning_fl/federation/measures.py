@@ -134,7 +134,8 @@ class Measures:
         means = []
         for row, client in enumerate(clients):
             seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round, client)
-            with at_model(runner, row, None if models is None else models[row]):
+            own = runner.client(row) if models is None else at_model(runner, row, models[row])
+            with own:
                 parts = evaluate(
                     self._trainer,
                     runner.module,

@@ -26,23 +26,21 @@ def start_from(runner: ClientRunner, models: Tensor) -> None:
 
 
 @contextmanager
-def at_model(runner: ClientRunner, row: int, model: Tensor | None) -> Iterator[None]:
+def at_model(runner: ClientRunner, row: int, model: Tensor) -> Iterator[None]:
     """Put a client into the module, at another model within a ``with`` block.
 
     Args:
         runner: Runner of the clients.
         row: The client.
-        model: The model, ``[P]``; None for its own.
+        model: The model, ``[P]``.
     """
     with runner.client(row):
-        before = None if model is None else runner.vector.read()
+        before = runner.vector.read()
         try:
-            if model is not None:
-                _write(runner, model)
+            _write(runner, model)
             yield
         finally:
-            if before is not None:
-                runner.vector.write(before)
+            runner.vector.write(before)
 
 
 def _write(runner: ClientRunner, model: Tensor) -> None:

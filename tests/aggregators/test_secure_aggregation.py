@@ -234,7 +234,7 @@ OF_SUMS = {
     *("FedALA", "HeteroFL"),
 }
 ABSTRACT = {"Aggregator", "AdapterRule", "AsynchronousAggregator", "NeuronMatching"}
-ABSTRACT |= {"RobustAggregator", "SecureAggregation"}
+ABSTRACT |= {"ClientModels", "RobustAggregator", "SecureAggregation"}
 
 
 @pytest.mark.parametrize("name", sorted({*aggregators.__all__} - ABSTRACT))

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from by_hand import assert_equal, forward, gradient, moved, network, sgd, simulate
+from by_hand import assert_equal, forward, gradient, moved, network, sgd, simulate, skewed
 from lightning_fl import ClientModule, FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.calibration import calibrated_logits, restricted_logits
 from lightning_fl.objectives import FedLC, FedRS
-from lightning_fl.partition import Shards
 from lightning_fl.types import FederationError
 
 
@@ -55,16 +54,6 @@ def test_by_hand(run, make, loss):
 
 def _value(loss, buffers, x, y, counts, params):
     return loss(forward(params, buffers, x)[1], y, counts)
-
-
-def skewed():
-    """Three clients with one class each."""
-    random = torch.Generator().manual_seed(0)
-    y = torch.arange(36) % 3
-    train = TensorDataset(torch.randn(36, 6, generator=random, dtype=torch.float64), y)
-    return FederatedDataModule(
-        train, train, num_clients=3, partition=Shards(1), batch_size=5, seed=0
-    )
 
 
 @pytest.mark.parametrize("group", [None, 3])

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from by_hand import Batches, cross_entropy, forward, gradient, moved, network, sgd, start
+from by_hand import Batches, cross_entropy, forward, gradient, moved, network, sgd, skewed, start
 from lightning_fl import ClientModule, FederatedLoop, VectorizedClients
 from lightning_fl.aggregators import FedAdam, FedAvg, FedExP
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import FedProto
-from lightning_fl.partition import Shards
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
@@ -97,16 +96,6 @@ def test_by_hand(run, strength, weighting):
     assert_equal(other, vectorized, networks, prototypes)
     for name, value in network(True).double().named_parameters():
         assert torch.equal(user.net.get_parameter(name), value)  # not averaged
-
-
-def skewed():
-    """Three clients with one class each, which a batch of unequal size ends."""
-    random = torch.Generator().manual_seed(0)
-    y = torch.arange(36) % 3
-    train = TensorDataset(torch.randn(36, 6, generator=random, dtype=torch.float64), y)
-    return FederatedDataModule(
-        train, train, num_clients=3, partition=Shards(1), batch_size=5, seed=0
-    )
 
 
 @pytest.mark.parametrize("group", [None, 2])
