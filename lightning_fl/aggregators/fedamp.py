@@ -47,7 +47,7 @@ class FedAMP(ClientModels):
 
     Example:
         >>> from lightning_fl.contracts.context import Federation
-        >>> from lightning_fl.types import Cohort
+        >>> from lightning_fl.types import ClientUpdate, Cohort
         >>> rule = FedAMP(strength=0.5)
         >>> rule.setup(Federation(num_clients=2, sampling=Cohort(size=2, clients=2)))
         >>> rule.start(torch.zeros(1))

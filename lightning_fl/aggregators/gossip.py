@@ -40,7 +40,7 @@ class Gossip(ClientModels):
 
     Example:
         >>> from lightning_fl.contracts.context import Federation
-        >>> from lightning_fl.types import Cohort
+        >>> from lightning_fl.types import ClientUpdate, Cohort
         >>> rule = Gossip("ring")
         >>> rule.setup(Federation(num_clients=4, sampling=Cohort(size=1, clients=4)))
         >>> rule.start(torch.zeros(1))
