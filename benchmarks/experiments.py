@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from runs import Arms, callback, given, rule, split, term
@@ -13,14 +14,16 @@ class Experiment(NamedTuple):
     Args:
         title: Heading.
         question: What it asks, a line.
-        config: The file that all arms share.
+        config: The file that all arms share, in ``configs`` or ``benchmarks/published``.
         arms: Options of each, by the name that it has in the table.
         figures: Columns: of the table of rounds (the last round that has it), ``test_acc``, ``R60``
-            (the first round with a validation accuracy of 60 %, or another share), ``groups`` (the
-            share of pairs of clients that are rightly in one cluster or in two), or
-            ``val_acc, 20 s`` (the last validation accuracy in that virtual time).
+            (the first round with a validation accuracy of 60 %, or another share), ``best`` (the
+            highest validation accuracy), ``groups`` (the share of pairs of clients that are rightly
+            in one cluster or in two), or ``val_acc, 20 s`` (the last validation accuracy in that
+            virtual time).
         curve: What is drawn.
         across: Column over which it is drawn: ``round`` or ``virtual_time``.
+        published: Figures of others by arm, in columns by their source.
     """
 
     title: str
@@ -30,6 +33,7 @@ class Experiment(NamedTuple):
     figures: tuple[str, ...] = ("test_acc",)
     curve: str = "val_acc"
     across: str = "round"
+    published: Mapping[str, Mapping[str, str]] = {}
 
 
 def policy(name: str, **init: object) -> tuple[str, ...]:
@@ -377,5 +381,127 @@ EXPERIMENTS = {
             ),
             policies([(rate, 5) for rate in (0.01, 0.03, 0.1)]),
         ),
+    ),
+}
+
+
+# --- tables of other papers -----------------------------------------------------------------------
+
+#: Ends a run in the first round that reaches 99 %.
+UNTIL_99 = callback(
+    "lightning.pytorch.callbacks.EarlyStopping",
+    **{"monitor": "val_acc", "mode": "max", "stopping_threshold": 0.99, "patience": 10_000},
+)
+#: Table 2 of McMahan et al. (2017): epochs E and batch size B, rounds to 99 % on IID clients and on
+#: clients with two shards of the sorted samples.
+MCMAHAN = {
+    (1, None): (626, 483),
+    (5, None): (179, 1000),
+    (1, 50): (65, 600),
+    (20, None): (234, 672),
+    (1, 10): (34, 350),
+    (5, 50): (29, 334),
+    (20, 50): (32, 426),
+    (5, 10): (20, 229),
+    (20, 10): (18, 173),
+}
+
+
+def mcmahan(epochs: int, batch_size: int | None, lr: float, most: int) -> tuple[str, ...]:
+    """Return the options of a row of the table."""
+    size = f"--data.init_args.batch_size={batch_size or 'null'}"
+    return *rounds(most), size, *policy("Schedule", lr=lr, local_epochs=epochs), *UNTIL_99
+
+
+def mcmahan_name(epochs: int, batch_size: int | None) -> str:
+    """Return the name of a row of the table."""
+    return f"E = {epochs}, B = {batch_size or 'all'}"
+
+
+def mcmahan_rows(lrs: Mapping[tuple[int, int | None], float], column: int) -> Experiment:
+    """Return the rows of the table that are run, with their learning rates, for one split."""
+    kind = ("IID clients", "clients with two shards")[column]
+    found = {mcmahan_name(*row): {"paper": str(MCMAHAN[row][column])} for row in lrs}
+    arms = {
+        mcmahan_name(*row): mcmahan(*row, lr, 2 * MCMAHAN[row][column]) for row, lr in lrs.items()
+    }
+    options = split("Shards") if column else ()
+    return Experiment(
+        f"McMahan et al. (2017), table 2, {kind}",
+        "In how many rounds does the CNN reach 99 % on the test samples of MNIST? Ten of 100"
+        " clients take part in a round.",
+        "mcmahan2017",
+        for_all("", options, arms),
+        ("R99", "best"),
+        published=found,
+    )
+
+
+#: NIID-Bench by Flower's baseline: the best accuracy over 50 rounds for each data set and method,
+#: in the order of NIID_SPLITS.
+NIID_BENCH = {
+    "MNIST": {
+        "FedAvg": (99.09, 98.89, 19.33, 96.86, 97.86),
+        "FedProx": (99.16, 99.02, 51.79, 96.85, 97.85),
+        "SCAFFOLD": (99.06, 99.07, 9.93, 96.92, 97.91),
+        "FedNova": (99.05, 98.03, 52.58, 96.65, 97.62),
+    },
+    "FashionMNIST": {
+        "FedAvg": (89.23, 88.09, 28.39, 78.10, 82.43),
+        "FedProx": (89.42, 88.15, 32.65, 78.05, 82.99),
+        "SCAFFOLD": (89.33, 88.44, 10.0, 33.8, 80.32),
+        "FedNova": (89.36, 88.22, 16.86, 71.67, 81.97),
+    },
+    "CIFAR10": {
+        "FedAvg": (71.32, 62.47, 10.0, 51.17, 59.11),
+        "SCAFFOLD": (71.66, 68.08, 10.0, 49.42, 61.00),
+    },
+}
+NIID_METHODS: Arms = {
+    "FedAvg": (),
+    "FedProx": term("Proximal", mu=0.01),
+    "SCAFFOLD": rule("Scaffold", option="I"),
+    "FedNova": rule("FedNova"),
+}
+NIID_SPLITS: Arms = {
+    "IID": (),
+    "Dirichlet(0.5)": split("Dirichlet", alpha=0.5, min_size=10),
+    "one class": split("ByLabel", classes_per_client=1),
+    "two classes": split("ByLabel", classes_per_client=2),
+    "three classes": split("ByLabel", classes_per_client=3),
+}
+
+
+def niid_bench(data: str) -> Experiment:
+    """Return the cells of a data set."""
+    net = given("model.init_args.net", "published_parts.LeNet5", channels=3, size=32)
+    shared = (f"--data=published_parts.Tested{data}", *(net,) * (data == "CIFAR10"))
+    arms, found = {}, {}
+    for method, figures in NIID_BENCH[data].items():
+        for (name, options), figure in zip(NIID_SPLITS.items(), figures, strict=True):
+            arms[f"{method}, {name}"] = (*shared, *NIID_METHODS[method], *options)
+            found[f"{method}, {name}"] = {"Flower, 50 rounds": f"{figure}"}
+    return Experiment(
+        f"NIID-Bench, {data}",
+        "Ten clients make ten local epochs in each round. What is the best accuracy over rounds?",
+        "niid_bench",
+        arms,
+        ("best", "test_acc"),
+        published=found,
+    )
+
+
+EXPERIMENTS |= {
+    "mcmahan2017-iid": mcmahan_rows(
+        {(1, 10): 0.1, (5, 10): 0.1, (20, 10): 0.1, (1, 50): 0.2, (5, 50): 0.2, (1, None): 0.5}, 0
+    ),
+    "mcmahan2017-shards": mcmahan_rows({(1, 10): 0.05, (5, 10): 0.05, (1, 50): 0.1}, 1),
+    **{f"niid-bench-{data.lower()}": niid_bench(data) for data in NIID_BENCH},
+    "pfl-cifar10": Experiment(
+        "pfl-research, CIFAR-10",
+        "Fifty of 1,000 clients of 50 samples make an epoch in each of 1,500 rounds.",
+        "pfl_cifar10",
+        {"FedAvg": ()},
+        ("best", "test_acc"),
     ),
 }

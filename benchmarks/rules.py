@@ -1,4 +1,4 @@
-"""The rules of this project on real data, each beside its baselines: tables and pictures.
+"""The rules of this project on real data, beside their baselines or the figures of other papers.
 
 An experiment has several arms, each a config with options; an arm is run for each seed, in a
 folder of its own. What is there already is not run again, and what was cut short goes on.
@@ -38,13 +38,20 @@ from runs import (
     table,
 )
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+#: Folders of the configs.
+CONFIGS = Path(__file__).parents[1] / "configs", Path(__file__).with_name("published")
+
+
+def config(experiment: Experiment) -> Path:
+    """Return the path of an experiment's config."""
+    paths = (folder / f"{experiment.config}.yaml" for folder in CONFIGS)
+    return next(path for path in paths if path.exists())
 
 
 def options(experiment: Experiment, arm: str, seed: int) -> list[str]:
     """Return the options of a run."""
-    file = CONFIGS / f"{experiment.config}.yaml"
-    return ["--config", str(file), f"--seed_everything={seed}", *experiment.arms[arm]]
+    file = str(config(experiment))
+    return ["--config", file, f"--seed_everything={seed}", *experiment.arms[arm]]
 
 
 def folder(out: Path, name: str, arm: str, seed: int) -> Path:
@@ -61,6 +68,8 @@ def figure_of(place: Path, name: str) -> float:
         share = int(name[1:]) / 100
         reached = [int(row["round"]) for row in rounds if float(row["val_acc"] or 0) >= share]
         return float(reached[0]) if reached else float("nan")
+    if name == "best":
+        return max(float(row["val_acc"] or 0) for row in rounds)
     if name == "groups":
         return found_groups(place)
     if name.startswith("val_acc, "):
@@ -94,6 +103,7 @@ def found_groups(place: Path) -> float:
 def section(name: str, out: Path, seeds: Sequence[int]) -> str:
     """Show an experiment's figures: mean and standard deviation over seeds."""
     experiment, lines = EXPERIMENTS[name], []
+    sources = list(dict.fromkeys(by for each in experiment.published.values() for by in each))
     for arm in experiment.arms:
         places = [folder(out, name, arm, seed) for seed in seeds]
         places = [place for place in places if result(place) is not None]
@@ -101,25 +111,27 @@ def section(name: str, out: Path, seeds: Sequence[int]) -> str:
         for figure in experiment.figures:
             each = [figure_of(place, figure) for place in places]
             line.append(_shown(each, figure))
-        lines.append(line)
+        lines.append([*line, *(experiment.published.get(arm, {}).get(by, "") for by in sources)])
     took = [found["seconds"] for p in _places(name, out, seeds) if (found := result(p))]
     rounds = {found["rounds"] for p in _places(name, out, seeds) if (found := result(p))}
     said = (
         f"{len(seeds)} seed{'s' * (len(seeds) > 1)}, {' or '.join(map(str, sorted(rounds)))} rounds"
     )
+    file = config(experiment).relative_to(CONFIGS[0].parent)
     return "\n\n".join(
         [
             f"## {experiment.title}",
             experiment.question,
-            f"`configs/{experiment.config}.yaml`, {said}; a run took {median(took):.0f} s.",
-            table(["", *experiment.figures], lines),
+            f"`{file}`, {said}; a run took {median(took):.0f} s.",
+            table(["", *experiment.figures, *sources], lines),
         ]
     )
 
 
 def _shown(each: Sequence[float], figure: str) -> str:
-    is_share = "/" in figure or figure in ("test_acc", "groups") or figure.startswith("val_acc")
-    return mean_and_spread(each) if is_share else mean_and_spread(each, scale=1, digits=3)
+    if "/" in figure or figure in ("best", "test_acc", "groups") or figure.startswith("val_acc"):
+        return mean_and_spread(each)
+    return mean_and_spread(each, scale=1, digits=0 if figure[0] == "R" else 3)
 
 
 def _places(name: str, out: Path, seeds: Sequence[int]) -> list[Path]:

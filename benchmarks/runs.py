@@ -260,27 +260,27 @@ def mean_and_spread(values: Sequence[float], scale: float = 100, digits: int = 1
 Arms = Mapping[str, tuple[str, ...]]
 
 
-def given(option: str, name: str, **init: Any) -> str:
+def given(option: str, name: str, /, **init: Any) -> str:
     """Return an option that names a class with its own options."""
     return f"--{option}={json.dumps({'class_path': name, 'init_args': init})}"
 
 
-def rule(name: str, **init: Any) -> tuple[str, ...]:
+def rule(name: str, /, **init: Any) -> tuple[str, ...]:
     """Return the option of an aggregation rule."""
     return (given("federation.aggregator", name, **init),)
 
 
-def term(name: str, **init: Any) -> tuple[str, ...]:
+def term(name: str, /, **init: Any) -> tuple[str, ...]:
     """Return the option of a term of the loss."""
     terms = [{"class_path": name, "init_args": init}]
     return (f"--model.init_args.terms={json.dumps(terms)}",)
 
 
-def split(name: str, **init: Any) -> tuple[str, ...]:
+def split(name: str, /, **init: Any) -> tuple[str, ...]:
     """Return the option of a partition."""
     return (given("data.init_args.partition", name, **init),)
 
 
-def callback(name: str, **init: Any) -> tuple[str, ...]:
+def callback(name: str, /, **init: Any) -> tuple[str, ...]:
     """Return the option that has one callback and no other."""
     return (f"--trainer.callbacks={json.dumps([{'class_path': name, 'init_args': init}])}",)
