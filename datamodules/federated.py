@@ -198,11 +198,6 @@ class FederatedDataModule(SplitDataModule):
         """Split a data set of the package ``datasets``; see :class:`FromHuggingFace`."""
         return kinds.FromHuggingFace(dataset, **options)
 
-    @staticmethod
-    def from_hdf5(path: str, **options: Any) -> FederatedDataModule:
-        """Read the clients of an HDF5 file of TensorFlow Federated; see :class:`FromHDF5`."""
-        return kinds.FromHDF5(path, **options)
-
     @property
     def trainer(self) -> Trainer | None:
         """Trainer; set by Lightning at the start of a fit or test."""

@@ -45,11 +45,10 @@ def check(value, rows):
             assert found == 0
 
 
-@pytest.fixture(autouse=True, params=["in cache", "alike"])
-def _both_ways(request, monkeypatch):
-    """Coordinates are looked for on a CPU, and treated alike elsewhere, with the same result."""
-    if request.param == "alike":
-        monkeypatch.setattr(summation, "_add_in_cache", summation._add_alike)
+@pytest.fixture(autouse=True, params=[2.0**31, 0.0])
+def _pieces_with_and_without_a_look_at_the_addends(request, monkeypatch):
+    """A limit of 0 shifts the bins for all addends, as on a GPU, with the same result."""
+    monkeypatch.setattr(summation, "_LIMIT", request.param)
     monkeypatch.setattr(summation, "PIECE", 16)
 
 
