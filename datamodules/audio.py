@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.loader import module_dtype
-from lightning_fl.datamodules.storage import InMemory
+from lightning_fl.datamodules.storage import InMemory, not_found
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.files import data_root, error_context
@@ -37,43 +36,40 @@ class Clip(NamedTuple):
 
 
 def read_wav(path: Path, rate: int, samples: int) -> Tensor:
-    """Read a clip, resample it to ``rate`` and pad or crop it to ``samples`` samples.
+    """Read a clip, and pad or crop it to ``samples`` samples.
 
-    Short clips are padded with silence at the end. Long clips are cropped to their middle. Channels
-    are averaged.
+    Short clips are padded with silence at the end. Long clips are cropped to their middle.
 
     Args:
-        path: A WAV file of any sample format.
-        rate: Target sampling rate, in Hz.
+        path: A WAV file; see :func:`read_recording`.
+        rate: Sampling rate, in Hz.
         samples: Target number of samples.
 
     Returns:
         int16, ``[samples]``.
 
     Raises:
-        ValueError: If the file is damaged, truncated or empty.
+        ValueError: See :func:`read_recording`.
     """
     wave = read_recording(path, rate)
-    if len(wave) >= samples:
-        start = (len(wave) - samples) // 2
-        wave = wave[start : start + samples]
-    else:
-        wave = torch.cat([wave, wave.new_zeros(samples - len(wave))])
-    return (wave * 2**15).round().clamp(-(2**15), 2**15 - 1).to(torch.int16)
+    if len(wave) < samples:
+        return torch.cat([wave, wave.new_zeros(samples - len(wave))])
+    start = (len(wave) - samples) // 2
+    return wave[start : start + samples]
 
 
 def read_recording(path: Path, rate: int) -> Tensor:
-    """Read a recording in full and resample it to ``rate``; channels are averaged.
+    """Read a recording in full.
 
     Args:
-        path: A WAV file of any sample format.
-        rate: Target sampling rate, in Hz.
+        path: A WAV file with one channel and samples of 16 bits.
+        rate: Sampling rate, in Hz.
 
     Returns:
-        float32 in [-1, 1], ``[samples]``.
+        int16, ``[samples]``.
 
     Raises:
-        ValueError: If the file is damaged, truncated or empty.
+        ValueError: If the file is damaged, truncated or empty, or has another format.
     """
     try:
         with warnings.catch_warnings():
@@ -81,19 +77,12 @@ def read_recording(path: Path, rate: int) -> Tensor:
             found, data = wavfile.read(path)
     except Exception as error:  # scipy raises errors of many types for damaged files
         raise ValueError(f"{path} is not a readable WAV file: {error}") from error
-    if not data.size or not np.isfinite(data).all():
-        raise ValueError(f"{path} has no samples, or non-finite samples")
-    kind, bits = data.dtype.kind, 8 * data.dtype.itemsize
-    # Integers are signed, except for those of 8 bits, which are centered at 128.
-    scaled = data if kind == "f" else data / 2.0 ** (bits - 1) - (kind == "u")
-    wave = torch.from_numpy(scaled.astype(np.float32))
-    wave = wave.mean(1) if wave.ndim == 2 else wave
-    if found != rate:
-        # An approximate ratio: the size of the filter grows with numerator and denominator.
-        ratio = Fraction(found, rate).limit_denominator(1000)
-        functional = imported("torchaudio.functional", "read_recording", "audio")
-        wave = functional.resample(wave, ratio.numerator, ratio.denominator)
-    return wave
+    if not data.size or data.ndim > 1 or data.dtype != np.int16 or found != rate:
+        raise ValueError(
+            f"{path} must have one channel with samples of 16 bits at {rate} Hz, got"
+            f" {data.dtype} {data.shape} at {found} Hz: convert it, for example with ffmpeg"
+        )
+    return torch.tensor(data)
 
 
 class LogMel(nn.Module):
@@ -224,8 +213,8 @@ class AudioDataModule(FederatedDataModule, ABC):
     #: Sampling rate of all clips after resampling, in Hz.
     rate: ClassVar[int] = 16_000
     num_classes: ClassVar[int] = 10
-    #: How to obtain the files; part of an error message.
-    remedy: ClassVar[str]
+    #: How to obtain the files, for an error message; by default with ``download=true``.
+    remedy: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -278,10 +267,7 @@ class AudioDataModule(FederatedDataModule, ABC):
 
     def _read(self, part: Literal["train", "val", "test"]) -> InMemory | None:
         if not self.folder.is_dir():
-            raise FederationError(
-                f"{type(self).__name__} was not found in {self.folder}: set root to the folder that"
-                f" contains it, or {self.remedy}"
-            )
+            raise not_found(self, str(self.folder), self.remedy)
         clips = self.clips(part)
         if not clips:
             return None
@@ -310,7 +296,8 @@ class AudioDataModule(FederatedDataModule, ABC):
     def _background_on(self, device: torch.device) -> Tensor:
         """Return the recordings that are added to clips on a device, with standard deviation 1."""
         if self._background is None or self._background.device != device:
-            sounds = [read_recording(path, self.rate) for path in self.background_files()]
+            files = self.background_files()
+            sounds = [read_recording(path, self.rate).float() / 2**15 for path in files]
             if not sounds:
                 count = max(60 * self.rate, 2 * self.samples)
                 sounds = [torch.randn(count, generator=generator(0, RandomStream.AUGMENTATION))]

@@ -30,7 +30,7 @@ class FromHuggingFace(FederatedDataModule):
     ``(input, label)`` if ``input`` names one column, and a dictionary of columns if it names
     several. Numbers become tensors, texts stay strings, and an image of the input in 8-bit gray or
     RGB becomes a tensor ``[channels, height, width]`` with values from 0 to 1. Other images need
-    ``transform``, and a label that is an image, such as a mask, needs ``label_transform``. A format
+    ``transform``, and a label that is an image, such as a mask, ``label_transform``. A format
     or transform that the data set has itself (``set_format``, ``set_transform``) is kept.
 
     Requires the package datasets: ``pip install "lightning_fl[hf]"``.
@@ -50,15 +50,11 @@ class FromHuggingFace(FederatedDataModule):
         partition: Rule of the split; None means :class:`~lightning_fl.partition.Natural` with
             ``partition_by``, otherwise :class:`~lightning_fl.partition.IID`.
         num_clients: Number of clients; None if the rule determines it.
-        val: The server's validation rows, a ``Dataset``; None means those of a ``DatasetDict``, or
-            rows that are held out.
-        test: Test rows, a ``Dataset``; None means those of a ``DatasetDict``.
         load_options: Options of ``load_dataset``, such as ``{"name": "plain_text"}``.
         options: Further options of :class:`FederatedDataModule`.
 
     Raises:
-        FederationError: If the package is missing, the data set streams or cannot be loaded, or has
-            no such column.
+        FederationError: If the package is missing, or the data set streams or cannot be loaded.
     """
 
     def __init__(
@@ -71,8 +67,6 @@ class FromHuggingFace(FederatedDataModule):
         label_transform: Callable[[Any], Any] | None = None,
         partition: Partition | None = None,
         num_clients: int | None = None,
-        val: Any = None,
-        test: Any = None,
         load_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -84,16 +78,12 @@ class FromHuggingFace(FederatedDataModule):
                     f"{type(partition).__name__} does not read the column partition_by: leave out"
                     " one of them, or use Natural"
                 )
-        self._given = {"train": None, "val": val, "test": test}
         super().__init__(
             train=None, val=None, test=None, partition=partition, num_clients=num_clients, **options
         )
         self.dataset, self.load_options = dataset, dict(load_options or {})
         self.input, self.label = input, label
         self.partition_by, self.transforms = partition_by, (transform, label_transform)
-        if not isinstance(dataset, str | Path):
-            for part in SPLITS:
-                self._rows(part)  # raises for unknown columns
 
     def prepare_data(self) -> None:
         """Download the data set if it has a name, and is not in the cache of ``datasets``."""
@@ -126,7 +116,7 @@ class FromHuggingFace(FederatedDataModule):
         """Return the rows for ``train``, ``val`` or ``test``; None if there are none."""
         data = self._opened()
         splits = data if isinstance(data, Mapping) else {"train": data}
-        rows = splits.get(SPLITS[part]) if self._given[part] is None else self._given[part]
+        rows = splits.get(SPLITS[part])
         if rows is None and part != "train":
             return None
         if not isinstance(rows, _package().Dataset):
@@ -181,13 +171,6 @@ class Rows(Dataset[Any]):
         self.transform, self.label_transform = transform, label_transform
         self.wanted = list(dict.fromkeys([*self.inputs, *([label] if label else [])]))
         kind = data.format["type"]
-        known = {name: data.format["columns"] for name in self.wanted if kind != "custom"}
-        known |= {key: data.column_names} if key else {}
-        for name, columns in known.items():
-            if name not in columns:
-                raise FederationError(
-                    f"the data set has no column {name!r}: choose from {list(columns)}"
-                )
         #: Input columns of images that become tensors here.
         self._images: set[str] = set()
         #: Data set that reads the columns of a sample.
@@ -201,13 +184,9 @@ class Rows(Dataset[Any]):
         if self.transform is not None:
             given |= set(self.inputs if self.is_pair else self.wanted)
         features, image = self._all.features, _package().Image
-        self._images = {n for n in self.wanted if isinstance(features[n], image)} - given
-        if self.label in self._images:
-            raise FederationError(
-                f"the label {self.label!r} is an image: pass label_transform, such as PILToTensor"
-                " of torchvision"
-            )
-        tensors = [name for name in self.wanted if name not in self._images | given]
+        images = {name for name in self.wanted if isinstance(features[name], image)}
+        self._images = images.intersection(self.inputs) - given
+        tensors = [name for name in self.wanted if name not in images | given]
         self._view = self._view.with_format("torch", tensors, output_all_columns=True)
 
     def __len__(self) -> int:

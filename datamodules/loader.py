@@ -9,7 +9,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_fl.contracts.data import ClientBatches
 from lightning_fl.datamodules.batches import Batch, Draws, OwnBatches
@@ -36,8 +36,6 @@ class Batches(Dataset[Any]):
 
     def __init__(self, data: Any, collate: Collate, seed: int = 0, use: str = "train") -> None:
         self.data, self.collate, self.seed, self.use = data, collate, seed, use
-        #: Function that a loader process calls first, with its index.
-        self.worker_init: Callable[[int], None] | None = None
         #: Local steps of the stepwise batches that were fetched, by place. Others than the Trainer
         #: may iterate over a loader, too, and fetch batches again.
         self.waiting: dict[tuple[int, int], list[Batch]] = {}
@@ -61,10 +59,10 @@ class Batches(Dataset[Any]):
             self._collated(part, key) if len(part.index) else None for part, key in parts
         )
 
-    def _fetched(self, batch: Batch, reuse: bool = False) -> list[Any]:
+    def _fetched(self, batch: Batch) -> list[Any]:
         """Return samples in memory, with their random numbers for augmentation."""
         draws = [] if batch.draws is None else [Draws(batch.draws)]
-        return [*self.data.fetch(batch.index, reuse), *draws]
+        return [*self.data.fetch(batch.index), *draws]
 
     def _collated(self, batch: Batch, key: tuple[int, ...]) -> Any:
         if isinstance(self.data, InMemory) and self.collate is default_collate:
@@ -93,27 +91,13 @@ class Batches(Dataset[Any]):
 
     def _which(self, batch: Batch, key: tuple[int, ...]) -> str:
         """Return the samples of a batch, their client if they have one, and its local step."""
-        shown, is_step = short_repr(batch.index.tolist()), len(key) > 4
-        client = key[3] if is_step else batch.client
-        whose = self.use if client is None else f"client {client}"
-        return f"the samples {shown} of {whose}" + (
-            f" in local step {key[4] + 1}" if is_step else ""
-        )
-
-    def start_worker(self, worker: int) -> None:
-        """Call ``worker_init`` in a loader process. It finds its own data set there.
-
-        Args:
-            worker: Index of the loader process.
-        """
-        assert self.worker_init is not None
-        object.__setattr__(get_worker_info(), "dataset", self.data)  # the object is frozen
-        self.worker_init(worker)
+        whose = self.use if batch.client is None else f"client {batch.client}"
+        if len(key) > 4:
+            whose = f"client {key[3]} in local step {key[4] + 1}"
+        return f"the samples {short_repr(batch.index.tolist())} of {whose}"
 
     def local_steps(self, round: int, position: int) -> Callable[[int], Any]:
         """Return a function that fetches the local steps of a stepwise batch, given their index.
-
-        It overwrites its last result.
 
         Args:
             round: The round, from 0.
@@ -122,7 +106,7 @@ class Batches(Dataset[Any]):
         steps = self.waiting.pop((round, position))
         for place in [place for place in self.waiting if place[0] < round]:
             del self.waiting[place]  # fetched by others
-        return lambda step: self._fetched(steps[step], reuse=True)
+        return lambda step: self._fetched(steps[step])
 
 
 class Workers:
@@ -205,7 +189,6 @@ def round_loader(
         "collate_fn": _identity,
         "num_workers": num_workers,
         "pin_memory": device.type == "cuda" and not is_near,
-        "worker_init_fn": None if batches.worker_init is None else batches.start_worker,
         # Without this generator, every loader would draw a seed from the global generator.
         "generator": torch.Generator(),
     }

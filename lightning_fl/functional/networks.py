@@ -262,15 +262,10 @@ def _softmax_bias(
     past: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return sums and precisions of the softmax layer's bias, which needs no matching."""
-    begin = (
-        (options.bias_mean / options.prior_variance, 1 / options.prior_variance)
-        if past is None
-        else past
-    )
-    sums = begin[0] + sum(
-        n * net[-1][1] / options.client_variance for n, net in zip(share, nets, strict=True)
-    )
-    return sums, begin[1] + share.sum(0) / options.client_variance
+    variance, prior = options.client_variance, 1 / options.prior_variance
+    sums, precisions = past or (options.bias_mean / options.prior_variance, prior)
+    added = sum(n * net[-1][1] / variance for n, net in zip(share, nets, strict=True))
+    return sums + added, precisions + share.sum(0) / variance
 
 
 def _outgoing(

@@ -10,21 +10,6 @@ from lightning_fl.types import FederationError
 from numbered import batches, federated, numbered, numbers
 
 
-def test_memory_of_a_fetch_is_used_again_where_that_is_allowed():
-    data = InMemory(torch.arange(12.0).view(6, 2), torch.arange(6))
-    index = torch.tensor([4, 0, 5])
-    first = data.fetch(index, reuse=True)
-    assert type(first) is list  # as from a DataLoader, so that a step may replace an element
-    kept = [t.clone() for t in first]
-    assert all(torch.equal(a, b) for a, b in zip(first, data.fetch(index), strict=True))
-    second = data.fetch(index.flip(0), reuse=True)
-    assert [t.data_ptr() for t in first] == [t.data_ptr() for t in second]
-    assert all(torch.equal(a, b.flip(0)) for a, b in zip(second, kept, strict=True))
-    fresh = data.fetch(index)
-    data.fetch(index.flip(0))
-    assert all(torch.equal(a, b) for a, b in zip(fresh, kept, strict=True))
-
-
 def test_samples_may_stay_on_a_device():
     data, device = InMemory(torch.arange(12.0).view(6, 2), torch.arange(6)), torch.device("meta")
     there = data.on(device)
@@ -108,13 +93,3 @@ def test_an_empty_data_set_is_refused_by_name(name):
 def test_held_out_samples_stay_in_memory():
     assert isinstance(federated(val_size=6).val, InMemory)
     assert isinstance(federated(Own(*numbered().tensors), val_size=6).val, Subset)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
-def test_unsigned_integers_are_fetched_by_every_pytorch(dtype):
-    values = torch.tensor([0, 60_000, 7]).to(dtype)
-    data = InMemory(values)
-    for reuse in (False, True, True):
-        (found,) = data.fetch(torch.tensor([2, 1]), reuse)
-        assert found.dtype == dtype
-        assert found.tolist() == [7, 60_000]

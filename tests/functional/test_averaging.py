@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fl.functional import weighted_mean
+from lightning_fl.functional.averaging import weighted_mean
 
 
 @settings(max_examples=60, deadline=None)

