@@ -210,7 +210,7 @@ class AudioDataModule(FederatedDataModule, ABC):
         FederationError: If the files are missing, one is damaged, or an option is out of range.
     """
 
-    #: Sampling rate of all clips after resampling, in Hz.
+    #: Sampling rate of the clips, in Hz.
     rate: ClassVar[int] = 16_000
     num_classes: ClassVar[int] = 10
     #: How to obtain the files, for an error message; by default with ``download=true``.

@@ -70,36 +70,7 @@ def test_each_clip_is_standardized():
     assert LogMel(8000, 8000)(torch.zeros(1, 8000)).isfinite().all()  # silence
 
 
-def test_clips_are_shifted_each_by_its_own():
-    torch.manual_seed(0)
-    clips = torch.arange(1, 101).repeat(50, 1).to(torch.int16)
-    augment = Augment(time_shift=0.2, noise=0, mask=0)
-    shifted = augment.clips(clips, torch.rand(50, 7), torch.zeros(100)) * 2**15
-    first = []
-    for row in shifted.round().int().tolist():
-        inside = [v for v in row if v]
-        assert inside == list(range(inside[0], inside[-1] + 1))
-        first.append(inside[0] - row.index(inside[0]) - 1)
-    assert len(set(first)) > 10
-    assert max(map(abs, first)) <= 20
-
-
-def test_noise_is_a_section_of_the_background():
-    background = torch.arange(10.0)
-    uniform = torch.tensor([[0.0, 0.5, 0.2, 0, 0, 0, 0], [0.0, 0.0, 1.0, 0, 0, 0, 0]])
-    noisy = Augment(time_shift=0, noise=0.01, mask=0).clips(torch.zeros(2, 4), uniform, background)
-    expected = torch.stack([0.01 * 0.2 * background[3:7], 0.01 * background[:4]])
-    torch.testing.assert_close(noisy, expected)
-
-
-def test_masks_change_what_they_should():
-    torch.manual_seed(0)
-    x = torch.randn(40, 1, 32, 32)
-    masked = Augment(mask=6).spectrograms(x.clone(), torch.rand(40, 7))
-    changed = masked != x
-    assert changed.any((1, 2, 3)).float().mean() > 0.5
-    assert not changed.all((1, 2, 3)).any()
-    assert torch.equal(Augment(mask=0).spectrograms(x, torch.rand(40, 7)), x)
+def test_amounts_out_of_range_are_refused():
     with pytest.raises(FederationError, match="time_shift"):
         Augment(time_shift=2.0)
     with pytest.raises(FederationError, match="mask"):

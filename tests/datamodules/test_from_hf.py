@@ -87,13 +87,6 @@ def test_images_of_other_modes_need_a_transform(mode):
     assert data.train[0][0].shape[1:] == (3, 4)
 
 
-def test_a_row_without_an_image_is_refused():
-    data = FromHuggingFace(pictures(RED, None), num_clients=1, val_size=0)
-    data.setup("fit")
-    with pytest.raises(FederationError, match="got no image: pass transform"):
-        data.train[1]
-
-
 @pytest.mark.parametrize("transform", [None, np.array])
 def test_a_mask_needs_a_label_transform(transform):
     classes = Image.fromarray(np.array([[0, 1, 2], [2, 1, 0]], dtype=np.uint8))
@@ -146,19 +139,6 @@ def test_a_label_is_the_same_with_a_transform_of_the_input(transform, label):
     assert y.tolist() == [label] * 60
 
 
-def test_a_transform_gets_what_the_package_decodes():
-    seen = []
-    data = FromHuggingFace(
-        images()[0],
-        label="character",
-        transform=lambda x: seen.append(type(x)) or torch.zeros(2),
-        num_clients=3,
-    )
-    data.setup("fit")
-    assert data.train[0][0].shape == (2,)
-    assert issubclass(seen[0], Image.Image)
-
-
 def test_a_format_of_the_user_is_kept():
     data = FromHuggingFace(numbers().with_format("numpy"), input="x", num_clients=3)
     data.setup("fit")
@@ -200,25 +180,6 @@ def test_a_selection_keeps_its_own_order():
         expected = [row["label"] for row in rows if row["site"] == name]
         assert torch.cat([y for _, y in data.samples_of(client)]).tolist() == expected
     assert data.class_labels.tolist() == rows["label"]
-
-
-def test_keys_that_are_numbers_are_in_their_order():
-    rows = numbers().add_column("center", [(11 * i) % 3 + 9 for i in range(60)])
-    data = FromHuggingFace(rows, input="x", label="label", partition_by="center", val_size=0)
-    data.setup("fit")
-    assert data.client_names == ["9", "10", "11"]
-    data = FromHuggingFace(
-        rows, input="x", label="label", partition_by="center", num_clients=2, val_size=0
-    )
-    data.setup("fit")
-    assert data.client_names == ["9 and 1 more", "10"]
-
-
-def test_a_saved_folder_is_read(tmp_path):
-    numbers().train_test_split(0.2, seed=0).save_to_disk(tmp_path / "saved")
-    data = FromHuggingFace(str(tmp_path / "saved"), input="x", partition_by="site", num_clients=4)
-    data.setup()
-    assert (len(data.train), len(data.test), len(data.parts)) == (48, 12, 4)
 
 
 def test_splits_of_a_dictionary():
@@ -277,14 +238,6 @@ def test_missing_columns_are_named(options):
 def test_a_rule_without_keys_is_refused():
     with pytest.raises(FederationError, match="does not read the column partition_by"):
         FromHuggingFace(images()[0], partition_by="writer_id", partition=ByLabel())
-
-
-@pytest.mark.parametrize("sites", [[None, *WRITERS[1:]], [float("nan"), *range(59)]])
-def test_rows_without_a_client_are_refused(sites):
-    rows = numbers().remove_columns("site").add_column("site", sites)
-    data = FromHuggingFace(rows, input="x", partition_by="site")
-    with pytest.raises(FederationError, match="needs a key for each of the 60"):
-        data.setup("fit")
 
 
 def test_streams_and_missing_data_are_refused(tmp_path):

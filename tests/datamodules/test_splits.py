@@ -18,13 +18,7 @@ from lightning_fl.partition import (
     QuantitySkew,
 )
 from lightning_fl.types import FederationError
-from numbered import Lists, federated, having, held, lists, numbered, rng
-
-
-def test_held_out_samples_have_the_labels_proportions():
-    labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)[torch.randperm(100, generator=rng())]
-    data = federated(TensorDataset(torch.arange(100.0), labels), val_size=0.2)
-    assert labels[held(data)].bincount().tolist() == [10, 6, 4]
+from numbered import federated, having, held, lists, numbered, rng
 
 
 @settings(max_examples=40, deadline=None)
@@ -198,14 +192,6 @@ def test_keys_are_an_argument_or_an_attribute():
         assert lists(data.parts) == [[4], [1, 2, 5], [0, 3]]
 
 
-def test_natural_clients_hold_what_validation_leaves_of_their_samples():
-    keys = torch.arange(60) // 15
-    data = federated(partition=Natural(), keys=keys, val_size=0.25)
-    for client, part in enumerate(data.parts):
-        assert set(keys[part].tolist()) == {client}
-    assert sorted([*torch.cat(data.parts).tolist(), *held(data)]) == list(range(60))
-
-
 def test_natural_clients_do_not_vanish():
     keys = torch.arange(60).clamp(min=39)  # 20 clients with one sample, one with 40
     parts = []
@@ -232,6 +218,7 @@ def test_a_hold_out_that_leaves_all_clients_is_the_same_with_keys():
     [
         None,
         [1, 2, 3],
+        lambda: [],
         [1.0, float("nan"), 2.0] * 20,
         ["a", None, "b"] * 20,
         ["a", float("nan"), "b"] * 20,
@@ -240,14 +227,10 @@ def test_a_hold_out_that_leaves_all_clients_is_the_same_with_keys():
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys):
-    words = r"Natural needs a key for each of the 60 .* all of one type and none None or NaN, got"
+    words = r"Natural needs a key for each of the .* all of one type and none None or NaN, got"
+    train, options = (having(keys=keys), {}) if callable(keys) else (None, {"keys": keys})
     with pytest.raises(FederationError, match=words):
-        federated(partition=Natural(), num_clients=None, keys=keys)
-
-
-def test_a_method_called_keys_is_no_key():
-    with pytest.raises(FederationError, match="Natural needs a key"):
-        federated(having(keys=lambda: []), partition=Natural(), num_clients=1)
+        federated(train, partition=Natural(), num_clients=None, **options)
 
 
 class Column:
@@ -277,14 +260,6 @@ def test_labels_may_be_any_column_of_numbers(labels):
     for train, options in ((having(targets=labels), {}), (having(), {"labels": labels})):
         data = federated(train, partition=ByLabel(), num_clients=2, val_size=0, **options)
         assert lists(data.parts) == [[3, 4, 5], [0, 1, 2]]
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32])
-def test_labels_may_be_integers_of_any_type(dtype):
-    labels = (torch.arange(60) % 2).to(dtype)
-    for partition in (IID(), Dirichlet(), ByLabel()):
-        data = federated(TensorDataset(torch.arange(60.0), labels), partition=partition, val_size=8)
-        assert data.class_counts.sum(0).tolist() == [26, 26]
 
 
 def test_large_numbers_are_no_classes_to_count():
@@ -393,57 +368,6 @@ def test_a_stream_needs_a_sample_a_step(blobs):
         data.setup("fit")
     with pytest.raises(FederationError, match="stream_steps must be an integer of at least 1"):
         FederatedDataModule(blobs(), stream_steps=0)
-
-
-def test_a_manifest_of_other_data_is_refused(tmp_path):
-    federated(val_size=0.25).manifest().write(tmp_path / "split.json")
-    rule = FromManifest(tmp_path / "split.json")
-    with pytest.raises(FederationError, match="is for 60 samples, but the run has 61"):
-        federated(numbered(61), partition=rule)
-    with pytest.raises(FederationError, match="is for 4 clients, but the run has 5"):
-        federated(partition=rule, num_clients=5)
-    x, y = numbered().tensors
-    with pytest.raises(FederationError, match=r"gives client \d the classes"):
-        federated(TensorDataset(x, y.sort().values), partition=rule)
-
-
-def test_a_sample_in_two_rows_is_not_held_out():
-    twice = [*range(40), *range(20)]
-    for train in (Subset(Lists(), twice), Subset(numbered(), twice)):
-        for options in ({"val_size": 0.5}, {"local_test_size": 0.5}):
-            with pytest.raises(FederationError, match=r"row \d+ is held out, but another row"):
-                federated(train, num_clients=1, **options)
-        assert federated(train, num_clients=1).num_samples.tolist() == [60]
-
-
-def test_a_manifest_has_the_local_test_samples(tmp_path):
-    data = federated(local_test_size=0.3, val_size=0.2, seed=1)
-    data.manifest().write(tmp_path / "split.json")
-    again = federated(partition=FromManifest(tmp_path / "split.json"), num_clients=None, seed=2)
-    assert lists(again.local_tests) == lists(data.local_tests)
-    assert lists(again.parts) == lists(data.parts)
-    assert held(again) == held(data)
-    assert str(again.manifest().local_tests) == str(data.manifest().local_tests)
-
-
-def test_targets_are_split_by_their_deciles():
-    y = torch.rand(600, generator=rng()) ** 3
-    train = TensorDataset(torch.arange(600.0), y)
-    data = federated(train, partition=ByLabel(2), num_clients=5)
-    deciles = [sorted({int(10 * i / 600) for i in y.argsort().argsort()[p]}) for p in data.parts]
-    assert deciles == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
-    spread = {
-        alpha: torch.stack([y[part].mean() for part in parts]).std()
-        for alpha in (0.1, 100)
-        for parts in [federated(train, partition=Dirichlet(alpha), num_clients=5).parts]
-    }
-    assert spread[0.1] > 5 * spread[100]
-
-
-def test_few_real_values_are_classes():
-    y = torch.tensor([0.0] * 57 + [1.0] * 3)  # such as labels of binary cross-entropy
-    data = federated(TensorDataset(torch.arange(60.0), y), partition=ByLabel(), num_clients=2)
-    assert [y[part].unique().tolist() for part in data.parts] == [[0.0], [1.0]]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -86,16 +86,6 @@ def test_atoms_and_counts_agree_with_loops():
     assert found.counts.tolist() == [2, 2, 1, 2, 1, 1]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_client_gets_the_best_of_all_assignments(seed):
-    gain = rand(3, 5, seed=seed)
-    found = best_assignment(gain)
-    best = max(
-        permutations(range(5), 3), key=lambda a: sum(float(gain[row, c]) for row, c in enumerate(a))
-    )
-    assert found.tolist() == list(best)
-
-
 def swept(prior, values, own, start, orders):
     """The procedure of the paper in loops: each client in turn gets its best of all assignments.
 
@@ -203,19 +193,6 @@ def test_every_option_reaches_the_matching(how, option):
     assert any(merged(seed) != merged(seed, **option) for seed in (0, 1000, 2000))
 
 
-def test_identical_clients_collapse_and_far_ones_stay_apart():
-    prior, own = Process(torch.zeros(4), torch.full((4,), 0.1), 3), [torch.full((4,), 10.0)] * 3
-    values = 3 * rand(6, 4)
-    permuted = [
-        values[torch.randperm(6, generator=torch.Generator().manual_seed(s))] for s in (1, 2)
-    ]
-    found = match(prior, [values, *permuted], own)
-    assert len(found.atoms) == 6
-    torch.testing.assert_close(found.atoms, values * 30 / 30.1, rtol=1e-10, atol=1e-10)
-    far = [values, values + 40, values - 40]
-    assert len(match(prior, far, own).atoms) == 18
-
-
 def test_a_cap_and_a_limit():
     prior = Process(torch.zeros(1), torch.ones(1), 4, cap=2, most=3)
     gain = gains(
@@ -239,33 +216,6 @@ def test_at_the_limit_of_atoms_a_client_may_still_add_one(atoms, places):
     values = torch.zeros(3, 1).double()
     gain = gains(prior, old, old + 1, torch.ones(atoms).double(), values, torch.ones(1).double())
     assert gain.shape == (3, atoms + places)
-
-
-def test_the_limit_of_atoms_grows_by_one_with_each_client():
-    """Neurons are at right angles to each other: without a limit there would be twelve atoms."""
-    values, own = list((10 * torch.eye(12).double()).split(3)), [torch.ones(12).double()] * 4
-    nothing, one = torch.zeros(12), torch.ones(12)
-    prior, free = (Process(nothing, one, 4, most=most) for most in (3, None))
-    assert len(match(free, values, own, sweeps=0).atoms) == 12
-    found = match(prior, values, own, sweeps=0)
-    assert [int(a.max()) for a in found.assignments] == [2, 3, 4, 5]
-    alone = match(Process(nothing, one, 2, most=1), values[:2], own[:2], sweeps=0)
-    assert len(alone.atoms) == 4  # as many as the first client needs, and one
-
-
-def test_popularity_weighs_who_else_has_an_atom_alone():
-    """Proposition 2 as printed has a factor of 1 there, and of 2 for new atoms."""
-    gain = {}
-    for popularity in (1.0, 2.0):
-        prior = Process(torch.zeros(1), torch.ones(1), 5, gamma=3.0, popularity=popularity)
-        counts = torch.tensor([1.0, 4.0]).double()
-        nothing = torch.zeros(2, 1).double()
-        gain[popularity] = gains(
-            prior, nothing, nothing + 1, counts, nothing, torch.zeros(1).double()
-        )
-    new = [2 * log(3 / 5), 2 * log(3 / 5) - 2 * log(2)]
-    np.testing.assert_allclose(gain[1.0][0], [log(1 / 4), log(4), *new], atol=1e-12)
-    np.testing.assert_allclose(gain[2.0][0], [2 * log(1 / 4), 2 * log(4), *new], atol=1e-12)
 
 
 def every_assignment(neurons, atoms):
@@ -560,22 +510,6 @@ def test_class_counts_of_a_softmax_layer_on_pixels():
         for pixel in range(2):
             top = 2 * float(out[k, 0, pixel]) * (share[0] + 1.5 * share[1])
             assert float(last[k, pixel]) == pytest.approx(top / 2.5)
-
-
-def test_clients_of_different_widths_and_a_start():
-    nets = [network(4, 3, 3, seed=0), network(4, 6, 3, seed=20)]
-    found = match_networks(nets, None, MatchingOptions(gamma=5.0))
-    assert [len(a) for a in found.matchings[0].assignments] == [3, 6]
-    assert 6 <= found.widths[0] <= 9
-    again = match_networks(
-        nets,
-        None,
-        MatchingOptions(gamma=5.0, sweeps=0),
-        start=[m.assignments for m in found.matchings],
-    )
-    for (w, b), (v, c) in zip(again.layers, found.layers, strict=True):
-        torch.testing.assert_close(w, v)
-        torch.testing.assert_close(b, c)
 
 
 @pytest.mark.parametrize("how", [match_networks, match_upwards])
