@@ -397,7 +397,7 @@ def test_loader_processes_may_stay_for_all_rounds():
 
 def test_loader_processes_that_stay_serve_one_loader_at_a_time():
     """A callback may read other batches within a round."""
-    data = federated(InProcess(), batch_size=4, num_workers=1, persistent_workers=True)
+    data = federated(InProcess(), num_workers=1, persistent_workers=True)
     data.plan = lambda: plan(data)
     expected, loader = [x.tolist() for x, *_ in batches(data)], data.train_dataloader()
     found = []
