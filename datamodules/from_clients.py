@@ -28,8 +28,8 @@ from lightning_fl.partition import Natural
 #: A data set, or one for training and one for local tests.
 OneClient: TypeAlias = AnyDataset | tuple[AnyDataset, AnyDataset]
 #: Options that choose samples by index, which streams do not have, and their values for streams.
-BY_INDEX = {"val_size": 0, "local_test_size": 0, "stream_steps": 1, "replacement": False}
-BY_INDEX |= {"labels": None, "_classes": None, "num_workers": 0}
+BY_INDEX: dict[str, Any] = {"val_size": 0, "local_test_size": 0, "stream_steps": 1}
+BY_INDEX |= {"replacement": False, "labels": None, "_classes": None, "num_workers": 0}
 
 
 class FromClients(FederatedDataModule):
@@ -92,7 +92,8 @@ class FromClients(FederatedDataModule):
 
     def _with_sizes(self, given: int | Mapping[str, int] | None) -> list[Stream]:
         """Return the streams of the clients, each with its number of samples."""
-        by_name = given if isinstance(given, Mapping) else dict.fromkeys(self.clients, given)
+        one = dict.fromkeys(self.clients, given)
+        by_name: Mapping[str, Any] = given if isinstance(given, Mapping) else one
         if not self.is_stream or by_name.keys() != self.clients.keys():
             raise FederationError(
                 "num_samples must be None, or for streams a number of samples, or one for each of"
