@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -36,40 +37,43 @@ class Clip(NamedTuple):
 
 
 def read_wav(path: Path, rate: int, samples: int) -> Tensor:
-    """Read a clip, and pad or crop it to ``samples`` samples.
+    """Read a clip, resample it to ``rate`` and pad or crop it to ``samples`` samples.
 
-    Short clips are padded with silence at the end. Long clips are cropped to their middle.
+    Short clips are padded with silence at the end. Long clips are cropped to their middle. Channels
+    are averaged.
 
     Args:
-        path: A WAV file; see :func:`read_recording`.
-        rate: Sampling rate, in Hz.
+        path: A WAV file of any sample format.
+        rate: Target sampling rate, in Hz.
         samples: Target number of samples.
 
     Returns:
         int16, ``[samples]``.
 
     Raises:
-        ValueError: See :func:`read_recording`.
+        ValueError: If the file is damaged, truncated or empty.
     """
     wave = read_recording(path, rate)
-    if len(wave) < samples:
-        return torch.cat([wave, wave.new_zeros(samples - len(wave))])
-    start = (len(wave) - samples) // 2
-    return wave[start : start + samples]
+    if len(wave) >= samples:
+        start = (len(wave) - samples) // 2
+        wave = wave[start : start + samples]
+    else:
+        wave = torch.cat([wave, wave.new_zeros(samples - len(wave))])
+    return (wave * 2**15).round().clamp(-(2**15), 2**15 - 1).to(torch.int16)
 
 
 def read_recording(path: Path, rate: int) -> Tensor:
-    """Read a recording in full.
+    """Read a recording in full and resample it to ``rate``; channels are averaged.
 
     Args:
-        path: A WAV file with one channel and samples of 16 bits.
-        rate: Sampling rate, in Hz.
+        path: A WAV file of any sample format.
+        rate: Target sampling rate, in Hz.
 
     Returns:
-        int16, ``[samples]``.
+        float32 in [-1, 1], ``[samples]``.
 
     Raises:
-        ValueError: If the file is damaged, truncated or empty, or has another format.
+        ValueError: If the file is damaged, truncated or empty.
     """
     try:
         with warnings.catch_warnings():
@@ -77,12 +81,19 @@ def read_recording(path: Path, rate: int) -> Tensor:
             found, data = wavfile.read(path)
     except Exception as error:  # scipy raises errors of many types for damaged files
         raise ValueError(f"{path} is not a readable WAV file: {error}") from error
-    if not data.size or data.ndim > 1 or data.dtype != np.int16 or found != rate:
-        raise ValueError(
-            f"{path} must have one channel with samples of 16 bits at {rate} Hz, got"
-            f" {data.dtype} {data.shape} at {found} Hz: convert it, for example with ffmpeg"
-        )
-    return torch.tensor(data)
+    if not data.size or not np.isfinite(data).all():
+        raise ValueError(f"{path} has no samples, or non-finite samples")
+    kind, bits = data.dtype.kind, 8 * data.dtype.itemsize
+    # Integers are signed, except for those of 8 bits, which are centered at 128.
+    scaled = data if kind == "f" else data / 2.0 ** (bits - 1) - (kind == "u")
+    wave = torch.from_numpy(scaled.astype(np.float32))
+    wave = wave.mean(1) if wave.ndim == 2 else wave
+    if found != rate:
+        # An approximate ratio: the size of the filter grows with numerator and denominator.
+        ratio = Fraction(found, rate).limit_denominator(1000)
+        functional = imported("torchaudio.functional", "read_recording", "audio")
+        wave = functional.resample(wave, ratio.numerator, ratio.denominator)
+    return wave
 
 
 class LogMel(nn.Module):
@@ -210,7 +221,7 @@ class AudioDataModule(FederatedDataModule, ABC):
         FederationError: If the files are missing, one is damaged, or an option is out of range.
     """
 
-    #: Sampling rate of the clips, in Hz.
+    #: Sampling rate of all clips after resampling, in Hz.
     rate: ClassVar[int] = 16_000
     num_classes: ClassVar[int] = 10
     #: How to obtain the files, for an error message; by default with ``download=true``.
@@ -296,8 +307,7 @@ class AudioDataModule(FederatedDataModule, ABC):
     def _background_on(self, device: torch.device) -> Tensor:
         """Return the recordings that are added to clips on a device, with standard deviation 1."""
         if self._background is None or self._background.device != device:
-            files = self.background_files()
-            sounds = [read_recording(path, self.rate).float() / 2**15 for path in files]
+            sounds = [read_recording(path, self.rate) for path in self.background_files()]
             if not sounds:
                 count = max(60 * self.rate, 2 * self.samples)
                 sounds = [torch.randn(count, generator=generator(0, RandomStream.AUGMENTATION))]

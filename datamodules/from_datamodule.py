@@ -24,10 +24,10 @@ class FromDataModule(FederatedDataModule):
     The data module prepares and loads its data, applies its transforms, and keeps its hooks for
     transfers and checkpoints and its hyperparameters. Each of its loaders must be a
     ``DataLoader(data, batch_size=..., shuffle=...)`` of a map-style data set. A loader is read
-    once, for its data set, batch size, ``drop_last`` and ``collate_fn``: this class draws the
-    batches of clients. There may be a list of validation loaders; all have the batch size of the
-    first. Validation and test use the module's own data sets in order; prediction uses its own
-    loader.
+    once, for its data set, batch size, ``drop_last``, ``collate_fn`` and ``worker_init_fn``: this
+    class draws the batches of clients. There may be a list of validation loaders; all have the
+    batch size of the first. Validation and test use the module's own data sets in order;
+    prediction uses its own loader.
     A module finds the other attributes of the data module, such as ``num_classes``, at
     ``self.trainer.datamodule``.
 
@@ -174,7 +174,7 @@ class FromDataModule(FederatedDataModule):
         batches = super()._batches(data, use)
         loader = self._loaders.get(use) or self._loaders.get("train")
         if loader is not None:
-            batches.collate = loader.collate_fn
+            batches.collate, batches.worker_init = loader.collate_fn, loader.worker_init_fn
         return batches
 
 

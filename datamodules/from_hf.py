@@ -30,7 +30,7 @@ class FromHuggingFace(FederatedDataModule):
     ``(input, label)`` if ``input`` names one column, and a dictionary of columns if it names
     several. Numbers become tensors, texts stay strings, and an image of the input in 8-bit gray or
     RGB becomes a tensor ``[channels, height, width]`` with values from 0 to 1. Other images need
-    ``transform``, and a label that is an image, such as a mask, ``label_transform``. A format
+    ``transform``, and a label that is an image, such as a mask, needs ``label_transform``. A format
     or transform that the data set has itself (``set_format``, ``set_transform``) is kept.
 
     Requires the package datasets: ``pip install "lightning_fl[hf]"``.
@@ -50,6 +50,9 @@ class FromHuggingFace(FederatedDataModule):
         partition: Rule of the split; None means :class:`~lightning_fl.partition.Natural` with
             ``partition_by``, otherwise :class:`~lightning_fl.partition.IID`.
         num_clients: Number of clients; None if the rule determines it.
+        val: The server's validation rows, a ``Dataset``; None means those of a ``DatasetDict``, or
+            rows that are held out.
+        test: Test rows, a ``Dataset``; None means those of a ``DatasetDict``.
         load_options: Options of ``load_dataset``, such as ``{"name": "plain_text"}``.
         options: Further options of :class:`FederatedDataModule`.
 
@@ -67,6 +70,8 @@ class FromHuggingFace(FederatedDataModule):
         label_transform: Callable[[Any], Any] | None = None,
         partition: Partition | None = None,
         num_clients: int | None = None,
+        val: Any = None,
+        test: Any = None,
         load_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -78,6 +83,7 @@ class FromHuggingFace(FederatedDataModule):
                     f"{type(partition).__name__} does not read the column partition_by: leave out"
                     " one of them, or use Natural"
                 )
+        self._given = {"train": None, "val": val, "test": test}
         super().__init__(
             train=None, val=None, test=None, partition=partition, num_clients=num_clients, **options
         )
@@ -116,7 +122,7 @@ class FromHuggingFace(FederatedDataModule):
         """Return the rows for ``train``, ``val`` or ``test``; None if there are none."""
         data = self._opened()
         splits = data if isinstance(data, Mapping) else {"train": data}
-        rows = splits.get(SPLITS[part])
+        rows = splits.get(SPLITS[part]) if self._given[part] is None else self._given[part]
         if rows is None and part != "train":
             return None
         if not isinstance(rows, _package().Dataset):

@@ -9,7 +9,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from lightning_fl.contracts.data import ClientBatches
 from lightning_fl.datamodules.batches import Batch, Draws, OwnBatches
@@ -36,6 +36,8 @@ class Batches(Dataset[Any]):
 
     def __init__(self, data: Any, collate: Collate, seed: int = 0, use: str = "train") -> None:
         self.data, self.collate, self.seed, self.use = data, collate, seed, use
+        #: Function that a loader process calls first, with its index.
+        self.worker_init: Callable[[int], None] | None = None
         #: Local steps of the stepwise batches that were fetched, by place. Others than the Trainer
         #: may iterate over a loader, too, and fetch batches again.
         self.waiting: dict[tuple[int, int], list[Batch]] = {}
@@ -95,6 +97,16 @@ class Batches(Dataset[Any]):
         if len(key) > 4:
             whose = f"client {key[3]} in local step {key[4] + 1}"
         return f"the samples {short_repr(batch.index.tolist())} of {whose}"
+
+    def start_worker(self, worker: int) -> None:
+        """Call ``worker_init`` in a loader process. It finds its own data set there.
+
+        Args:
+            worker: Index of the loader process.
+        """
+        assert self.worker_init is not None
+        object.__setattr__(get_worker_info(), "dataset", self.data)  # the object is frozen
+        self.worker_init(worker)
 
     def local_steps(self, round: int, position: int) -> Callable[[int], Any]:
         """Return a function that fetches the local steps of a stepwise batch, given their index.
@@ -189,6 +201,7 @@ def round_loader(
         "collate_fn": _identity,
         "num_workers": num_workers,
         "pin_memory": device.type == "cuda" and not is_near,
+        "worker_init_fn": None if batches.worker_init is None else batches.start_worker,
         # Without this generator, every loader would draw a seed from the global generator.
         "generator": torch.Generator(),
     }

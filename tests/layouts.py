@@ -49,8 +49,9 @@ def tone(seconds=1.0, rate=8000, hertz=440.0):
 
 
 def write_wav(path, wave, rate=8000, dtype=np.int16):
-    """Write numbers from -1 to 1, as integers of 16 bits or as they are."""
-    data = wave * (2**15 if dtype is np.int16 else 1)
+    """Write numbers from -1 to 1 in one of the sample formats."""
+    scale = {np.uint8: 127.5, np.int16: 2**15, np.int32: 2.0**31, np.float32: 1}[dtype]
+    data = wave * scale + (127.5 if dtype is np.uint8 else 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     wavfile.write(path, rate, data.astype(dtype))
 

@@ -11,7 +11,7 @@ from lightning_fl.datamodules.batches import (
     RoundBatches,
     client_batches,
 )
-from lightning_fl.partition import Natural
+from lightning_fl.partition import Natural, QuantitySkew
 from lightning_fl.types import FederationError, RoundPlan
 from numbered import batches, federated, joined, numbered, numbers, plan, rng
 
@@ -41,6 +41,24 @@ def test_each_pass_covers_all_samples_once(n, size, drop_last):
 
 @settings(max_examples=60, deadline=None)
 @given(
+    n=st.integers(3, 40),
+    size=st.integers(1, 16) | st.none(),
+    drop_last=st.booleans(),
+    replacement=st.booleans(),
+)
+def test_the_smallest_batch_is_that_of_a_pass(n, size, drop_last, replacement):
+    options = {"drop_last": drop_last, "replacement": replacement}
+    rule = QuantitySkew(alpha=0.5)
+    data = federated(numbered(n), partition=rule, num_clients=3, batch_size=size, **options)
+    found = [
+        min(len(batch) for batch in take(count, part, size, **options))
+        for part, count in zip(data.parts, data.batches_per_epoch.tolist(), strict=True)
+    ]
+    assert data.smallest_batch.tolist() == found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
     n=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     batch_size=st.none() | st.integers(1, 12),
     drop_last=st.booleans(),
@@ -62,10 +80,6 @@ def test_the_sizes_of_batches_are_those_that_come(
         replacement=replacement,
     )
     assert data.num_samples.tolist() == n
-    for client, smallest in enumerate(data.smallest_batch.tolist()):
-        one_pass = int(data.batches_per_epoch[client])
-        batches = take(one_pass, data.parts[client], batch_size, replacement, drop_last)
-        assert smallest == min(map(len, batches))
     clients = list(reversed(range(len(n))))
     found = data.batch_sizes(torch.tensor(clients), start, count)
     assert found.shape == (count, len(n))
@@ -83,6 +97,30 @@ def test_with_replacement_every_batch_is_drawn_from_all_samples():
     assert shares.tolist() == pytest.approx([0.1] * 10, abs=0.03)
     # Passes would have every sample as often as any other.
     assert shares.unique().numel() > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"batch_size": 4}, [4, 4, 2]),
+        ({"batch_size": 4, "drop_last": True}, [4, 4]),
+        ({"batch_size": 4, "replacement": True}, [4, 4, 4]),
+        ({"batch_size": 10}, [10]),
+        ({"batch_size": 99}, [10]),
+        ({"batch_size": 99, "drop_last": True}, [10]),
+        ({"batch_size": None}, [10]),
+        ({"batch_size": None, "drop_last": True}, [10]),
+        ({"batch_size": 1}, [1] * 10),
+    ],
+)
+def test_an_epoch_of_a_client_has_these_batches(options, sizes):
+    data = federated(numbered(20), num_clients=2, **options)
+    assert data.batches_per_epoch.tolist() == [len(sizes)] * 2
+    found = numbers(batches(data))
+    assert [len(b) for b in found] == sizes * 2
+    for client, part in enumerate(data.parts):
+        own = found[client * len(sizes) : (client + 1) * len(sizes)]
+        assert set(joined(own)) <= set(part.tolist())
 
 
 def test_as_many_clients_as_samples_and_no_more():

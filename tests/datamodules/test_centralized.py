@@ -26,6 +26,24 @@ def test_without_a_loop_it_is_centralised_training_shuffled_anew_each_epoch(trai
     assert sorted(joined(module.val_batches[:2])) == held(data)
 
 
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"batch_size": 16, "drop_last": True}, [16, 16, 16]),
+        ({"batch_size": 16, "replacement": True}, [16, 16, 16, 16]),
+        ({"batch_size": None}, [60]),
+        ({"batch_size": 99, "drop_last": True}, [60]),
+    ],
+)
+def test_options_of_batches_hold_for_centralised_training(trainer, options, sizes):
+    module = Watch()
+    data = FederatedDataModule(numbered(), numbered(3), num_clients=4, **options)
+    trainer(False, 2, log_every_n_steps=1).fit(module, datamodule=data)
+    for epoch in module.epochs():
+        assert [len(b) for b in epoch] == sizes
+        assert options.get("replacement") or len(set(joined(epoch))) == sum(sizes)
+
+
 def test_after_a_federation_it_is_centralised_again(trainer):
     data = FederatedDataModule(numbered(), numbered(3), num_clients=4, batch_size=16)
     trainer(FederatedLoop(), 1).fit(Watch(), datamodule=data)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fl.datamodules import FederatedDataModule, FromClients
 from lightning_fl.partition import ByLabel, Natural
@@ -135,3 +136,15 @@ def test_orders_that_agree_or_are_unknown_are_accepted(other):
     data = FromClients({"a": Folder("cat", "dog"), "b": other}, val_size=0)
     data.setup("fit")
     assert len(data.train) == 8 + len(other)
+
+
+def test_loaders_of_a_data_module_are_compared():
+    class Loaders(LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(Folder("cat", "dog"), batch_size=2)
+
+        def val_dataloader(self):
+            return DataLoader(Folder("dog", "cat"), batch_size=2)
+
+    with pytest.raises(FederationError, match="the labels of val are the classes"):
+        FederatedDataModule.from_datamodule(Loaders(), num_clients=2).setup("fit")

@@ -3,10 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import TensorDataset
+from torchvision.transforms.functional import pil_to_tensor
 
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, InMemory
+from lightning_fl.partition import IID
+from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 from numbered import Dicts, Lists, Watch, federated, lists, numbered, numbers
 
@@ -33,8 +38,15 @@ def test_a_test_needs_test_samples():
     data = federated()
     data.setup("test")
     for loader in (data.test_dataloader, data.predict_dataloader):
-        with pytest.raises(FederationError, match="FederatedDataModule has no test samples"):
+        with pytest.raises(FederationError, match="has no test samples: pass"):
             loader()
+
+
+def test_too_few_validation_samples_for_the_processes_are_refused():
+    data = federated(val_size=2)
+    data._processes = lambda: (0, 3)
+    with pytest.raises(FederationError, match="2 samples cannot be evaluated by 3 processes"):
+        data.val_dataloader()
 
 
 @pytest.mark.parametrize(
@@ -110,3 +122,39 @@ def test_other_samples_take_the_place_of_the_original_until_they_are_restored(or
         data.restore_samples()
         assert data.train is train
         assert numbers(data.train_dataloader()) == before
+
+
+class Graph:
+    """Its ``size`` is a method, as in torch-geometric."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def size(self):
+        return self.x.shape
+
+
+def picture(x):
+    """An image of PIL, whose ``size`` is a tuple."""
+    return Image.fromarray((x * 40 + 120).clamp(0, 255).byte().numpy()[None])
+
+
+@pytest.mark.parametrize("group_size", [None, 4])
+@pytest.mark.parametrize(
+    ("kind", "features"), [(Graph, lambda each: each.x), (picture, pil_to_tensor)]
+)
+def test_samples_of_unknown_size_train(fit, blobs, kind, features, group_size):
+    samples = [(kind(x), y) for x, y in blobs()]
+
+    def collate(batch):
+        return torch.stack([features(x).flatten().double() for x, _ in batch]), torch.stack(
+            [y for _, y in batch]
+        )
+
+    data = FederatedDataModule(
+        samples, partition=IID(), num_clients=4, labels=[0] * len(samples), collate_fn=collate
+    )
+    module = ClientModule(torch.nn.Linear(6, 3)).double()
+    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
+    loop = fit(user, FederatedLoop(policy=Schedule(num_steps=2)), data, rounds=1)
+    assert loop.rows[0]["num_steps"] == 8

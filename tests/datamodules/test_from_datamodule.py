@@ -16,6 +16,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
+    get_worker_info,
     random_split,
 )
 
@@ -374,3 +375,18 @@ def test_a_module_finds_what_it_reads_from_its_data_module(tmp_path):
     with pytest.raises(AttributeError, match="'Normalized' object has no attribute 'std'"):
         _ = data.std
     assert copy.deepcopy(data).mean == 0.5
+
+
+def start(worker):
+    get_worker_info().dataset.file = 3
+
+
+def test_loader_processes_are_started_as_those_of_the_loader():
+    class Starting(LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(Opened(0), batch_size=4, num_workers=1, worker_init_fn=start)
+
+    data = FromDataModule(Starting(), num_clients=4, num_workers=1, val_size=0)
+    data.setup("fit")
+    x, _ = next(iter(data.train_dataloader()))
+    assert x.unique().tolist() == [3]

@@ -268,3 +268,35 @@ def test_splits_with_classes_in_another_order_are_refused(part):
     labels = [int(y) for _, y in getattr(data, name)]
     assert labels == [1, 0] * 5
     FromHuggingFace(parts, input="x", num_clients=2, label_transform=int).setup("fit")
+
+
+def test_keys_that_are_numbers_are_in_their_order():
+    rows = numbers().add_column("center", [(11 * i) % 3 + 9 for i in range(60)])
+    data = FromHuggingFace(rows, input="x", label="label", partition_by="center", val_size=0)
+    data.setup("fit")
+    assert data.client_names == ["9", "10", "11"]
+    data = FromHuggingFace(
+        rows, input="x", label="label", partition_by="center", num_clients=2, val_size=0
+    )
+    data.setup("fit")
+    assert data.client_names == ["9 and 1 more", "10"]
+
+
+def test_a_saved_folder_is_read(tmp_path):
+    numbers().train_test_split(0.2, seed=0).save_to_disk(tmp_path / "saved")
+    data = FromHuggingFace(str(tmp_path / "saved"), input="x", partition_by="site", num_clients=4)
+    data.setup()
+    assert (len(data.train), len(data.test), len(data.parts)) == (48, 12, 4)
+
+
+def test_a_transform_gets_what_the_package_decodes():
+    seen = []
+    data = FromHuggingFace(
+        images()[0],
+        label="character",
+        transform=lambda x: seen.append(type(x)) or torch.zeros(2),
+        num_clients=3,
+    )
+    data.setup("fit")
+    assert data.train[0][0].shape == (2,)
+    assert issubclass(seen[0], Image.Image)

@@ -277,3 +277,12 @@ def test_the_folder_of_data_sets_is_the_given_one_then_the_environments(monkeypa
     monkeypatch.setenv("LIGHTNING_FL_DATA", "/datasets")
     assert kind().root == "/datasets"
     assert kind(root="mine").root == "mine"
+
+
+def test_the_test_digits_are_the_same_for_all_seeds_and_the_clients_are_not():
+    one, other = loaded(Digits, seed=1), loaded(Digits, seed=2)
+    assert pixels(one.test) == pixels(other.test)
+    assert one.checksum != other.checksum
+    assert pixels(one.val) != pixels(other.val)
+    # Every digit has its share of them.
+    assert one.test.tensors[1].bincount().min() >= 34

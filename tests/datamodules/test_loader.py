@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,14 +17,18 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules import loader as loader_module
 from lightning_fl.datamodules.batches import Batch
 from lightning_fl.datamodules.loader import Batches, round_loader
-from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
+from lightning_fl.functional import RandomStream, derive_seed
+from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.partition import QuantitySkew
+from lightning_fl.runners import VectorizedClients
 from lightning_fl.types import ClientBatches, FederationError, RoundPlan
 from numbered import Dicts, Lists, batches, federated, held, lists, numbered, numbers, plan
+from tutorial import Net, trainer
 
 
 class Fetches(Lists):
@@ -69,6 +74,11 @@ def test_samples_may_be_dictionaries():
     batch = batches(federated(Dicts(), batch_size=4))[0]
     assert batch.keys() == {"x", "y"}
     assert torch.equal(batch["x"].long() % 3, batch["y"])
+
+
+def test_getitems_is_called_once_a_batch():
+    data = federated(Fetches(), batch_size=4)
+    assert len(batches(data)) == data.train.calls == 16
 
 
 def work(data, num_steps, **layout):
@@ -253,8 +263,87 @@ def test_local_steps_are_those_of_the_batch_whoever_fetches_others():
     assert numbers(handed) == [[0, 1], [6, 7]]
     for at, row in enumerate(index.tolist()):
         fetch = reader.local_steps(7, at)
-        found = numbers(map(fetch, range(3)))
+        found = [numbers([fetch(step)])[0] for step in range(3)]  # each overwrites the last
         assert found == [row[:2], row[2:4], row[4:]]
+
+
+class Corrupt(Dataset):
+    """Samples of blobs, some of which cannot be read."""
+
+    def __init__(self, samples, corrupt):
+        self.samples, self.corrupt = samples, corrupt
+        self.labels = samples.tensors[1].tolist()
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        return None if i in self.corrupt else self.samples[i]
+
+
+def drop_corrupt(samples):
+    samples = [sample for sample in samples if sample is not None]
+    return default_collate(samples) if samples else None
+
+
+@pytest.mark.filterwarnings("ignore:.*one client after another")
+@pytest.mark.parametrize(
+    ("wrap", "options", "loader"),
+    [
+        (lambda m: m, {}, {"num_workers": 1}),
+        (lambda m: m, {"profiler": "simple"}, {}),
+        (lambda m: VectorizedClients(m, 2, compile=False), {}, {}),
+    ],
+    ids=["workers", "hooks", "vectorized"],
+)
+def test_a_batch_that_is_none_is_refused(fit, foreign, data, blobs, wrap, options, loader):
+    samples = Corrupt(blobs(12), ())
+    federation = data(samples, num_clients=3, batch_size=1, collate_fn=drop_corrupt, **loader)
+    federation.setup("fit")
+    corrupt = samples.corrupt = set(federation.parts[1].tolist())
+    with pytest.raises(FederationError) as raised:
+        fit(wrap(foreign(batchnorm=False)), datamodule=federation, rounds=1, **options)
+    text = str(raised.value)
+    assert "collate_fn returned None for the samples [" in text
+    assert int(text.split("samples [")[1].split("]")[0]) in corrupt
+    assert "of client 1 in local step 1" in text or "client 1" in raised.value.__notes__[0]
+    assert raised.value.__notes__[-1].startswith("In round 1")
+
+
+class Unreadable(Corrupt):
+    """Some samples raise an error when they are read."""
+
+    def __getitem__(self, i):
+        if i in self.corrupt:
+            raise OSError("no such file")
+        return self.samples[i]
+
+
+@pytest.mark.filterwarnings("ignore:.*one client after another")
+@pytest.mark.parametrize(("group_size", "workers"), [(None, 0), (3, 1)])
+def test_a_sample_that_cannot_be_read_is_named_with_its_client(
+    fit, foreign, data, blobs, group_size, workers
+):
+    samples = Unreadable(blobs(12), ())
+    federation = data(samples, num_clients=3, batch_size=1, num_workers=workers)
+    federation.setup("fit")
+    first = {0}  # is read before the first round
+    corrupt = samples.corrupt = set(federation.parts[1].tolist()) - first
+    module = foreign(batchnorm=False)
+    if group_size:
+        module = VectorizedClients(module, group_size, compile=False)
+    with pytest.raises(OSError, match="no such file") as raised:
+        fit(module, datamodule=federation, rounds=1)
+    text = "\n".join([str(raised.value), *raised.value.__notes__])
+    assert re.search(r"While reading the samples \[\d+\] of client 1 in local step \d", text)
+    assert int(text.split("samples [")[1].split("]")[0]) in corrupt
+
+
+def test_batches_of_validation_are_refused_too(data, blobs):
+    federation = data(blobs(12), val=Corrupt(blobs(4), {0, 1, 2, 3}), collate_fn=drop_corrupt)
+    federation.setup("fit")
+    with pytest.raises(FederationError, match=r"for the samples \[0, 1, 2, 3\] of val, but"):
+        list(federation.val_dataloader())
 
 
 def test_each_step_of_fine_tuning_draws_its_own_random_numbers():
@@ -304,52 +393,45 @@ def test_loader_processes_have_other_seeds_in_each_round_and_run_and_process():
     assert first() == drawn[0]
 
 
-class Faulty(Lists):
-    """Samples that cannot be read, or have different shapes."""
+def test_loader_processes_have_other_seeds_in_each_epoch_of_centralized_training():
+    def drawn(epoch):
+        data = FederatedDataModule(DrawsInWorkers(), num_clients=3, val_size=0, num_workers=1)
+        data.setup("fit")
+        loader = data.train_dataloader()
+        loader.sampler.trainer = SimpleNamespace(
+            current_epoch=epoch, fit_loop=SimpleNamespace(is_resuming=False)
+        )
+        return [float(next(iter(loader))[0][0]) for _ in range(2)]
 
-    fault = ""
+    first, second = drawn(0), drawn(1)
+    assert first[0] == first[1] != second[0] == second[1]
+
+
+class TwoSizes(Lists):
+    """Images, the last of which are larger."""
 
     def __getitem__(self, i):
-        if self.fault == "unreadable":
-            raise OSError("no such file")
-        return torch.zeros(i + 1), self.y[i]
+        return torch.zeros(2 if i < 50 else 3), int(self.y[i])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    ("fault", "kind", "words"),
-    [
-        ("unreadable", OSError, "While reading the samples {}"),
-        (
-            "shape",
-            RuntimeError,
-            "While collating the samples {}: give them the same shape, or pass",
-        ),
-        (
-            "none",
-            FederationError,
-            "collate_fn returned None for the samples {}, but a client cannot",
-        ),
-    ],
-)
-def test_samples_that_cannot_be_used_are_named_with_their_client(fault, kind, words, workers):
-    train, val = Faulty(8), Faulty(4)
-    train.fault = val.fault = fault
-    options = {"collate_fn": lambda samples: None} if fault == "none" else {}
-    data = FederatedDataModule(train, val, num_clients=2, num_workers=workers, **options)
-    data.setup("fit")
+def test_samples_of_two_shapes_are_named_with_a_remedy(workers):
+    data = FederatedDataModule(
+        TwoSizes(), TwoSizes(), TwoSizes(), num_clients=4, num_workers=workers
+    )
+    data.setup()
+    hint = r"collating the samples \[\d.*\] of {}: give them the same shape, or pass collate_fn"
     reads = {
         "val": lambda: list(data.val_dataloader()),
-        "client 1": lambda: list(data.samples_of(1)),
-        "client 0 in local step 1": lambda: read(data, work(data, [1, 1])),
-        "client [01] in local step 1": lambda: read(data, work(data, [1, 1], group_size=2)),
+        "test": lambda: list(data.test_dataloader()),
+        "client 2": lambda: list(data.samples_of(2)),
     }
-    for name, go in reads.items():
-        with pytest.raises(kind) as raised:
-            go()
+    for name, read in reads.items():
+        with pytest.raises(RuntimeError, match="equal size") as raised:
+            read()
         notes = getattr(raised.value, "__notes__", [])  # those of a process are in its text
         text = "\n".join([str(raised.value), *notes])
-        assert re.search(words.format(rf"\[\d.*\] of {name}"), text)
+        assert re.search(hint.format(name), text)
 
 
 class InProcess(Lists):
@@ -397,7 +479,7 @@ def test_loader_processes_may_stay_for_all_rounds():
 
 def test_loader_processes_that_stay_serve_one_loader_at_a_time():
     """A callback may read other batches within a round."""
-    data = federated(InProcess(), num_workers=1, persistent_workers=True)
+    data = federated(InProcess(), batch_size=4, num_workers=1, persistent_workers=True)
     data.plan = lambda: plan(data)
     expected, loader = [x.tolist() for x, *_ in batches(data)], data.train_dataloader()
     found = []
@@ -410,3 +492,16 @@ def test_loader_processes_that_stay_serve_one_loader_at_a_time():
         break
     assert [x.tolist() for x, *_ in loader] == expected
     data.teardown("fit")
+
+
+def test_a_fit_with_loader_processes_that_stay_has_the_same_result(tmp_path):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    samples = list(zip(x, (x[:, 0] > 0).long(), strict=True))
+    weights, others = [], set(multiprocessing.active_children())
+    for options in ({}, {"num_workers": 1, "persistent_workers": True}):
+        torch.manual_seed(0)
+        data, module = FederatedDataModule(samples, num_clients=4, seed=0, **options), Net()
+        trainer(tmp_path, FederatedLoop(seed=0)).fit(module, datamodule=data)
+        weights.append(module.net.weight)
+        assert not set(multiprocessing.active_children()) - others
+    assert torch.equal(*weights)

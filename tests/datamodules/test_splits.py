@@ -18,7 +18,7 @@ from lightning_fl.partition import (
     QuantitySkew,
 )
 from lightning_fl.types import FederationError
-from numbered import federated, having, held, lists, numbered, rng
+from numbered import Lists, federated, having, held, lists, numbered, rng
 
 
 @settings(max_examples=40, deadline=None)
@@ -376,3 +376,76 @@ def test_targets_that_are_not_finite_are_refused(value):
     y[7] = value
     with pytest.raises(FederationError, match="targets must be finite numbers: remove NaN"):
         federated(TensorDataset(torch.arange(60.0), y), partition=Dirichlet())
+
+
+def test_held_out_samples_have_the_labels_proportions():
+    labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)[torch.randperm(100, generator=rng())]
+    data = federated(TensorDataset(torch.arange(100.0), labels), val_size=0.2)
+    assert labels[held(data)].bincount().tolist() == [10, 6, 4]
+
+
+def test_natural_clients_hold_what_validation_leaves_of_their_samples():
+    keys = torch.arange(60) // 15
+    data = federated(partition=Natural(), keys=keys, val_size=0.25)
+    for client, part in enumerate(data.parts):
+        assert set(keys[part].tolist()) == {client}
+    assert sorted([*torch.cat(data.parts).tolist(), *held(data)]) == list(range(60))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32])
+def test_labels_may_be_integers_of_any_type(dtype):
+    labels = (torch.arange(60) % 2).to(dtype)
+    for partition in (IID(), Dirichlet(), ByLabel()):
+        data = federated(TensorDataset(torch.arange(60.0), labels), partition=partition, val_size=8)
+        assert data.class_counts.sum(0).tolist() == [26, 26]
+
+
+def test_a_sample_in_two_rows_is_not_held_out():
+    twice = [*range(40), *range(20)]
+    for train in (Subset(Lists(), twice), Subset(numbered(), twice)):
+        for options in ({"val_size": 0.5}, {"local_test_size": 0.5}):
+            with pytest.raises(FederationError, match=r"row \d+ is held out, but another row"):
+                federated(train, num_clients=1, **options)
+        assert federated(train, num_clients=1).num_samples.tolist() == [60]
+
+
+def test_a_manifest_has_the_local_test_samples(tmp_path):
+    data = federated(local_test_size=0.3, val_size=0.2, seed=1)
+    data.manifest().write(tmp_path / "split.json")
+    again = federated(partition=FromManifest(tmp_path / "split.json"), num_clients=None, seed=2)
+    assert lists(again.local_tests) == lists(data.local_tests)
+    assert lists(again.parts) == lists(data.parts)
+    assert held(again) == held(data)
+    assert str(again.manifest().local_tests) == str(data.manifest().local_tests)
+
+
+def test_targets_are_split_by_their_deciles():
+    y = torch.rand(600, generator=rng()) ** 3
+    train = TensorDataset(torch.arange(600.0), y)
+    data = federated(train, partition=ByLabel(2), num_clients=5)
+    deciles = [sorted({int(10 * i / 600) for i in y.argsort().argsort()[p]}) for p in data.parts]
+    assert deciles == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    spread = {
+        alpha: torch.stack([y[part].mean() for part in parts]).std()
+        for alpha in (0.1, 100)
+        for parts in [federated(train, partition=Dirichlet(alpha), num_clients=5).parts]
+    }
+    assert spread[0.1] > 5 * spread[100]
+
+
+def test_few_real_values_are_classes():
+    y = torch.tensor([0.0] * 57 + [1.0] * 3)  # such as labels of binary cross-entropy
+    data = federated(TensorDataset(torch.arange(60.0), y), partition=ByLabel(), num_clients=2)
+    assert [y[part].unique().tolist() for part in data.parts] == [[0.0], [1.0]]
+
+
+def test_a_manifest_of_other_data_is_refused(tmp_path):
+    federated(val_size=0.25).manifest().write(tmp_path / "split.json")
+    rule = FromManifest(tmp_path / "split.json")
+    with pytest.raises(FederationError, match="is for 60 samples, but the run has 61"):
+        federated(numbered(61), partition=rule)
+    with pytest.raises(FederationError, match="is for 4 clients, but the run has 5"):
+        federated(partition=rule, num_clients=5)
+    x, y = numbered().tensors
+    with pytest.raises(FederationError, match=r"gives client \d the classes"):
+        federated(TensorDataset(x, y.sort().values), partition=rule)

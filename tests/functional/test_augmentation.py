@@ -34,6 +34,13 @@ def test_crops_equal_those_of_a_loop_over_pixels(dtype):
         np.testing.assert_array_equal(found[i].numpy(), expected)
 
 
+def test_the_middle_crop_is_the_image():
+    images, middle = torch.rand(4, 3, 6, 6), torch.full((4,), 2)
+    none, every = torch.zeros(4).bool(), torch.ones(4).bool()
+    assert torch.equal(crop_and_flip(images, middle, middle, none, 2), images)
+    assert torch.equal(crop_and_flip(images, middle, middle, every, 2), images.flip(3))
+
+
 def test_choices_are_uniform():
     counts = choices(torch.linspace(0, 1, 9001)[:-1], 9).bincount()
     assert len(counts) == 9

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fl.functional.compression import quantized, top_k
+from lightning_fl.functional.compression import quantized, signs, top_k
 
 
 def rand(p, seed=0):
@@ -36,3 +36,11 @@ def test_quantized_is_unbiased_and_on_the_grid(bits):
     # The variance of one rounding is at most s^2 / 4: five standard errors of the mean.
     assert ((total / count - x).abs() <= 5 * float(scale) / 2 / count**0.5).all()
     assert not quantized(torch.zeros(3), bits, torch.full((3,), 0.9)).any()
+
+
+def test_signs_have_the_same_sum_of_magnitudes():
+    x = rand(9)
+    found = signs(x)
+    assert float(found.abs().sum()) == pytest.approx(float(x.abs().sum()))
+    assert torch.equal(found.sign(), x.sign())
+    assert found.unique().numel() == 2

@@ -29,6 +29,10 @@ def test_the_projection_is_the_closest_point(seed, total):
     np.testing.assert_allclose(found, best.x, atol=1e-6)
     assert found.sum() == pytest.approx(total, abs=1e-13)
     assert (found >= 0).all()
+    # The optimum: entries that are positive are shifted by one threshold, others lie below it.
+    threshold = (values - found)[found > 0]
+    assert np.ptp(threshold) < 1e-12
+    assert (values[found == 0] <= threshold.max() + 1e-12).all()
 
 
 def test_the_projection_of_special_points():

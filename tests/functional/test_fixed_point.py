@@ -1,5 +1,7 @@
 """Sums of fixed-point integers: plain Python integers, the bound, and wrap-around."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -37,6 +39,20 @@ def test_it_is_the_sum_of_plain_integers(bits, dtype):
             total = (total + min(max(sent, -largest), largest)) % modulus
         expected.append((total - modulus if total >= modulus // 2 else total) * unit)
     assert total_of(rows, weights, bits).value().tolist() == expected
+
+
+@pytest.mark.parametrize("bits", [8, 16, 40])
+def test_the_error_has_the_bound_of_the_page(bits):
+    """Half a step for each client, in exact arithmetic."""
+    rows, weights = addends(torch.float64)
+    total = total_of(rows, weights, bits)
+    half, errors = Fraction(total.unit) / 2, []
+    for found, column in zip(total.value().tolist(), rows.T.tolist(), strict=True):
+        each = [Fraction(min(max(x, -1.5), 1.5)) for x in column]
+        pairs = zip(each, weights.tolist(), strict=True)
+        errors.append(abs(Fraction(found) - sum(x * Fraction(w) for x, w in pairs)))
+    assert max(errors) <= CLIENTS * half * (1 + Fraction(1, 2**10))
+    assert max(errors) > half / 4  # the bound is not far
 
 
 def test_order_and_grouping_change_no_bit():
@@ -90,3 +106,10 @@ def test_the_figures_by_hand():
     total.reset()
     assert not total.value().any()
     assert not total.figures.value().any()
+
+
+def test_rows_are_not_changed():
+    rows, weights = addends(torch.float64)
+    before = rows.clone()
+    total_of(rows, weights, 12)
+    assert torch.equal(rows, before)

@@ -519,3 +519,53 @@ def test_a_class_without_samples_weighs_clients_equally(how):
     zero, same = (how(nets, counts, orders=[[0, 1]] * 6).layers for counts in (zero, same))
     for one, other in zip(zero, same, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_client_gets_the_best_of_all_assignments(seed):
+    gain = rand(3, 5, seed=seed)
+    found = best_assignment(gain)
+    best = max(
+        permutations(range(5), 3), key=lambda a: sum(float(gain[row, c]) for row, c in enumerate(a))
+    )
+    assert found.tolist() == list(best)
+
+
+def test_identical_clients_collapse_and_far_ones_stay_apart():
+    prior, own = Process(torch.zeros(4), torch.full((4,), 0.1), 3), [torch.full((4,), 10.0)] * 3
+    values = 3 * rand(6, 4)
+    permuted = [
+        values[torch.randperm(6, generator=torch.Generator().manual_seed(s))] for s in (1, 2)
+    ]
+    found = match(prior, [values, *permuted], own)
+    assert len(found.atoms) == 6
+    torch.testing.assert_close(found.atoms, values * 30 / 30.1, rtol=1e-10, atol=1e-10)
+    far = [values, values + 40, values - 40]
+    assert len(match(prior, far, own).atoms) == 18
+
+
+def test_the_limit_of_atoms_grows_by_one_with_each_client():
+    """Neurons are at right angles to each other: without a limit there would be twelve atoms."""
+    values, own = list((10 * torch.eye(12).double()).split(3)), [torch.ones(12).double()] * 4
+    nothing, one = torch.zeros(12), torch.ones(12)
+    prior, free = (Process(nothing, one, 4, most=most) for most in (3, None))
+    assert len(match(free, values, own, sweeps=0).atoms) == 12
+    found = match(prior, values, own, sweeps=0)
+    assert [int(a.max()) for a in found.assignments] == [2, 3, 4, 5]
+    alone = match(Process(nothing, one, 2, most=1), values[:2], own[:2], sweeps=0)
+    assert len(alone.atoms) == 4  # as many as the first client needs, and one
+
+
+def test_popularity_weighs_who_else_has_an_atom_alone():
+    """Proposition 2 as printed has a factor of 1 there, and of 2 for new atoms."""
+    gain = {}
+    for popularity in (1.0, 2.0):
+        prior = Process(torch.zeros(1), torch.ones(1), 5, gamma=3.0, popularity=popularity)
+        counts = torch.tensor([1.0, 4.0]).double()
+        nothing = torch.zeros(2, 1).double()
+        gain[popularity] = gains(
+            prior, nothing, nothing + 1, counts, nothing, torch.zeros(1).double()
+        )
+    new = [2 * log(3 / 5), 2 * log(3 / 5) - 2 * log(2)]
+    np.testing.assert_allclose(gain[1.0][0], [log(1 / 4), log(4), *new], atol=1e-12)
+    np.testing.assert_allclose(gain[2.0][0], [2 * log(1 / 4), 2 * log(4), *new], atol=1e-12)

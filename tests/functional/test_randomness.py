@@ -1,6 +1,7 @@
 """Randomness that belongs to a key and to nothing else."""
 
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from lightning_fl.functional.randomness import (
     RandomStream,
     derive_seed,
+    generator,
     rng_state,
     run_seed,
     seed_rng,
@@ -37,12 +39,42 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
     assert [stream.value for stream in RandomStream] == list(range(31))
 
 
+def test_every_key_has_a_seed_of_its_own():
+    keys = list(product(range(3), RandomStream, range(6), range(6)))
+    seeds = {derive_seed(*key) for key in keys}
+    assert len(seeds) == len(keys)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_close_keys_have_streams_that_know_nothing_of_each_other():
+    draws = torch.stack(
+        [torch.randn(400, generator=generator(0, RandomStream.CLIENT, 0, c)) for c in range(30)]
+    )
+    off_diagonal = torch.corrcoef(draws) - torch.eye(30)
+    assert off_diagonal.abs().max() < 5 / 400**0.5
+
+
+def test_a_generator_starts_at_its_key():
+    first, again = (torch.rand(3, generator=generator(1, 2, 3)) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, torch.rand(3, generator=generator(1, 2, 4)))
+
+
 def test_a_runs_seed_is_its_own_else_lightnings_else_zero(monkeypatch):
     assert run_seed(None) == 0
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     assert run_seed(None) == 7
     assert run_seed(3) == 3
     assert run_seed(0) == 0
+
+
+def test_all_global_generators_are_seeded():
+    seed_rng(2**62 + 5)
+    first = draw()
+    seed_rng(2**62 + 5)
+    assert draw() == first
+    seed_rng(2**62 + 6)
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
 def test_a_state_brings_all_global_generators_back():

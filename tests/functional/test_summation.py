@@ -1,3 +1,4 @@
+import math
 from fractions import Fraction
 
 import pytest
@@ -192,3 +193,29 @@ def test_merged_sums_have_the_addends_of_both():
     add_rows(two, rows[1:])
     one.merge(two)
     assert torch.equal(sum_value(one), sum_value(total_of(rows)))
+
+
+def test_sum_of_typical_updates_equals_fsum():
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(50, 20, generator=random).double() * 1e-3 + 1
+    right = torch.tensor([math.fsum(column) for column in rows.T.tolist()], dtype=torch.float64)
+    assert torch.equal(sum_value(total_of(rows)), right)
+
+
+@pytest.mark.parametrize("size", [1, 2**30])
+def test_small_addends_wait_for_others(monkeypatch, size):
+    added, add = [], summation.add_rows
+
+    def noted(bins, rows, weights=None):
+        added.append(len(rows))
+        add(bins, rows, weights)
+
+    monkeypatch.setattr(summation, "WAITING", size)
+    total = VectorSum(40)
+    total.bins()
+    monkeypatch.setattr(summation, "add_rows", noted)
+    rows = addends(45)
+    for row in rows:
+        total.add(row[None])
+    assert added == ([20, 20] if size > 1 else [1] * 45)
+    assert torch.equal(total.value(), sum_value(total_of(rows)))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import struct
+from dataclasses import fields
 
 import pytest
 import torch
@@ -140,3 +141,56 @@ def test_a_manifest_of_other_data_is_refused(tmp_path, labels, num_clients, word
     manifest().write(tmp_path / "m.json")
     with pytest.raises(FederationError, match=words):
         FromManifest(tmp_path / "m.json")(labels, num_clients, rng())
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    name=st.sampled_from([field.name for field in fields(Manifest)]),
+    where=st.sampled_from([(), (0,), (0, 0), (1, -1), (0, "3")]),
+    value=anything,
+)
+def test_a_file_with_one_wild_value_is_refused_or_harmless(name, where, value):
+    rule, tests = ByLabel(), [torch.tensor([5]), torch.tensor([2, 4])]
+    original = Manifest.of(
+        rule, rule(LABELS, 2, rng(5)), LABELS, seed=5, local_tests=tests, unseen_clients=1
+    )
+    original.write("fuzz.json")
+    with open("fuzz.json", encoding="utf-8") as file:
+        content = json.load(file)
+    spot, key = content, name
+    for step in where:
+        if not isinstance(spot[key], dict if isinstance(step, str) else list):
+            break
+        spot, key = spot[key], step
+    spot[key] = value
+    with open("fuzz.json", "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    try:
+        found = Manifest.read("fuzz.json")
+    except FederationError:
+        return
+    assert (found.clients, found.checksum) == (original.clients, original.checksum)
+    assert lists(FromManifest("fuzz.json").local_tests()) == original.local_tests
+
+
+def test_local_test_samples_come_back_and_cannot_be_edited(tmp_path):
+    parts = [torch.tensor([0, 3, 4]), torch.tensor([1, 2])]
+    tests = [torch.tensor([4]), torch.tensor([1])]
+    written = Manifest.of(IID(), parts, torch.zeros(5), seed=0, local_tests=tests)
+    written.write(tmp_path / "split.json")
+    assert Manifest.read(tmp_path / "split.json") == written
+    assert lists(FromManifest(tmp_path / "split.json").local_tests()) == [[4], [1]]
+    content = json.loads((tmp_path / "split.json").read_text())
+    content["local_tests"][0] = [3]
+    (tmp_path / "split.json").write_text(json.dumps(content))
+    with pytest.raises(FederationError, match="the indices were edited"):
+        Manifest.read(tmp_path / "split.json")

@@ -372,3 +372,35 @@ def test_a_stratified_split_is_random_within_a_class():
     first = IID(stratified=True)(labels, 2, rng())[0]
     assert 70 < (first < 200).sum() < 130
     assert 70 < ((first >= 400) & (first < 600)).sum() < 130
+
+
+def test_ten_clients_of_one_class_hold_their_own_number():
+    labels = torch.arange(50) % 10
+    parts = ByLabel()(labels, 10, rng())
+    assert lists(parts) == [[i, i + 10, i + 20, i + 30, i + 40] for i in range(10)]
+
+
+@pytest.mark.parametrize("rule", [Dirichlet, QuantitySkew])
+def test_min_size_can_use_up_all_samples_but_not_more(rule):
+    labels = torch.arange(20) % 3
+    assert [len(part) for part in rule(0.1, min_size=5)(labels, 4, rng())] == [5, 5, 5, 5]
+    words = r"min_size must be an integer in \[1, 5\], got 6: 4 clients share 20 samples"
+    with pytest.raises(FederationError, match=words):
+        rule(0.1, min_size=6)(labels, 4, rng())
+
+
+def test_what_the_largest_gives_is_random():
+    parts = list(torch.arange(101).split([100, 1]))
+    given_away = {_top_up(parts, 2, rng(seed))[1][-1].item() for seed in range(20)}
+    assert len(given_away) > 10
+
+
+def test_iid_sizes_differ_by_at_most_one():
+    assert [len(part) for part in IID()(torch.zeros(11), 4, rng())] == [3, 3, 3, 2]
+
+
+def test_an_unstratified_split_stays_what_it_was():
+    """Splits of earlier runs repeat: the option draws nothing where it is off."""
+    expected = torch.randperm(11, generator=rng(5)).tensor_split(3)
+    found = IID()(torch.arange(11) % 2, 3, rng(5))
+    assert lists(found) == [sorted(part.tolist()) for part in expected]

@@ -53,6 +53,18 @@ def test_errors_wait_while_other_layers_are_trained():
     assert sent(3, [2, 3], 0.0, 0.0, 0.5, 0.0) == [0, 0, 2.5, 0]
 
 
+def test_all_that_was_not_sent_is_kept():
+    """All that was sent and what is left is all that there was."""
+    for transform in (TopK(0.2), Quantize(1), Quantize(4, error_feedback=True)):
+        memory, random, total = {}, torch.Generator().manual_seed(0), torch.zeros(10).double()
+        sent = torch.zeros(10).double()
+        for round in range(20):
+            update = torch.randn(10, generator=torch.Generator().manual_seed(round)).double()
+            total += update
+            sent += transform(update, memory, random)
+        torch.testing.assert_close(sent + memory["error"], total)
+
+
 @pytest.mark.parametrize(
     ("transforms", "expected"),
     [
