@@ -112,9 +112,8 @@ class FromClients(FederatedDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Load and split the data, and start streams from the beginning; see the base class."""
         super().setup(stage)
-        if self.is_stream and stage == "fit":
-            for stream in self._streams:
-                stream.restart()
+        for stream in self._streams if stage == "fit" else ():
+            stream.restart()
 
     def load(self, train: bool) -> Any:
         """Return the samples of all clients, or the test samples."""
