@@ -35,7 +35,7 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules.batches import Batching, RoundBatches, client_batches
 from lightning_fl.datamodules.loader import Batches, RoundLoader
-from lightning_fl.functional import RandomStream, generator
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.models import CifarCNN, KeywordCNN, MLPClassifier
 from lightning_fl.objectives import RepresentationMatching
 from lightning_fl.policies import Schedule

@@ -8,7 +8,6 @@ from lightning_fl.datamodules.fashion_mnist import FashionMNIST
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.from_clients import FromClients
 from lightning_fl.datamodules.from_datamodule import FromDataModule
-from lightning_fl.datamodules.from_hdf5 import FromHDF5
 from lightning_fl.datamodules.from_hf import FromHuggingFace
 from lightning_fl.datamodules.images import ImageDataModule, TorchvisionDataModule
 from lightning_fl.datamodules.inputs import Characters, Relabel, Resized, Words
@@ -33,7 +32,6 @@ __all__ = [
     "FederatedDataModule",
     "FromClients",
     "FromDataModule",
-    "FromHDF5",
     "FromHuggingFace",
     "ImageDataModule",
     "InMemory",

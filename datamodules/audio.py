@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.loader import module_dtype
-from lightning_fl.datamodules.storage import InMemory
+from lightning_fl.datamodules.storage import InMemory, not_found
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.files import data_root, error_context
@@ -224,8 +224,8 @@ class AudioDataModule(FederatedDataModule, ABC):
     #: Sampling rate of all clips after resampling, in Hz.
     rate: ClassVar[int] = 16_000
     num_classes: ClassVar[int] = 10
-    #: How to obtain the files; part of an error message.
-    remedy: ClassVar[str]
+    #: How to obtain the files, for an error message; by default with ``download=true``.
+    remedy: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -278,10 +278,7 @@ class AudioDataModule(FederatedDataModule, ABC):
 
     def _read(self, part: Literal["train", "val", "test"]) -> InMemory | None:
         if not self.folder.is_dir():
-            raise FederationError(
-                f"{type(self).__name__} was not found in {self.folder}: set root to the folder that"
-                f" contains it, or {self.remedy}"
-            )
+            raise not_found(self, str(self.folder), self.remedy)
         clips = self.clips(part)
         if not clips:
             return None

@@ -2,70 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
-from lightning_fl.contracts.plan import RoundPlan
-from lightning_fl.datamodules.batches import Batch, Batching, OwnBatches, RoundBatches
+from lightning_fl.datamodules.batches import Batch, OwnBatches, RoundBatches
 
 
 class EpochBatches(OwnBatches):
     """Yield shuffled batches, in a new order in each epoch. A Trainer is warned.
 
-    An epoch is a round with one client that holds all samples.
-
     Args:
         trainer: Trainer that provides the epoch; None means epoch 0.
-        part: Indices of the samples, ``[n]``.
-        batching: How samples are grouped into batches.
-        seed: Seed of the run.
-        rank: Index of the share of each batch that this process takes.
-        world_size: Number of shares.
-        draws: Number of random numbers per sample for augmentation.
+        batches: Function that returns the batches of an epoch.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer | None,
-        part: Tensor,
-        batching: Batching,
-        seed: int,
-        rank: int,
-        world_size: int,
-        draws: int = 0,
-    ) -> None:
+    def __init__(self, trainer: Trainer | None, batches: Callable[[int], RoundBatches]) -> None:
         if trainer is not None:
             rank_zero_warn(
                 "The Trainer has no FederatedLoop, so the module trains on the pooled samples of"
                 " all clients, as a centralized baseline. For federated training, use"
                 " Trainer(callbacks=[FederatedLoop(), ...])."
             )
-        self.trainer, self.seed = trainer, seed
-        self.part, self.batching = part, batching
-        self.steps = batching.count(torch.tensor([len(part)]))
-        self.share, self.draws = (rank, world_size), draws
+        self.trainer, self.batches = trainer, batches
 
     def __len__(self) -> int:
-        return int(self.steps)
+        return len(self.batches(0))
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, done = _position(self.trainer)
-        return islice(self._batches(epoch), done, None)
-
-    def _batches(self, epoch: int) -> RoundBatches:
-        plan = RoundPlan(self.seed, epoch, torch.zeros_like(self.steps), self.steps)
-        return RoundBatches(plan, [self.part], self.batching, *self.share, draws=self.draws)
+        return islice(self.batches(epoch), done, None)
 
     def worker_key(self) -> tuple[int, ...]:
         """Return a key of the epoch, and of the process."""
         epoch, _ = _position(self.trainer)
-        return self._batches(epoch).worker_key()
+        return self.batches(epoch).worker_key()
 
 
 def _position(trainer: Trainer | None) -> tuple[int, int]:

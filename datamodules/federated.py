@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -30,7 +30,7 @@ from lightning_fl.datamodules.loader import Batches, Collate, Workers, round_loa
 from lightning_fl.datamodules.split_datamodule import SplitDataModule
 from lightning_fl.datamodules.splits import Split, split_samples
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, in_memory, subset
-from lightning_fl.errors import FederationError, check_package
+from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number, is_list
 from lightning_fl.partition import IID, Partition
@@ -108,8 +108,6 @@ class FederatedDataModule(SplitDataModule):
 
     #: Whether clients have streams of samples, which training reads in order.
     is_stream = False
-    #: How to provide test samples, for error messages.
-    test_remedy = "pass test="
     #: Number of random numbers that each training sample gets for augmentation. If it is positive,
     #: the last element of a training batch is a ``Draws``, until ``on_after_batch_transfer``.
     draws = 0
@@ -198,21 +196,6 @@ class FederatedDataModule(SplitDataModule):
         """Split a data set of the package ``datasets``; see :class:`FromHuggingFace`."""
         return kinds.FromHuggingFace(dataset, **options)
 
-    @staticmethod
-    def from_hdf5(path: str, **options: Any) -> FederatedDataModule:
-        """Read the clients of an HDF5 file of TensorFlow Federated; see :class:`FromHDF5`."""
-        return kinds.FromHDF5(path, **options)
-
-    @property
-    def trainer(self) -> Trainer | None:
-        """Trainer; set by Lightning at the start of a fit or test."""
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
-        check_package(trainer, Trainer)  # whose own error would not say why
-        self._trainer = trainer
-
     def teardown(self, stage: str) -> None:
         """End the loader processes."""
         self._workers.clear()
@@ -249,19 +232,7 @@ class FederatedDataModule(SplitDataModule):
             raise FederationError("FederatedDataModule needs training samples: pass train=")
         self.train, self.val = train, self._prepared(self.val, "val")
         self.more_val = [self._prepared(each, "val") for each in self.more_val]
-        split = split_samples(
-            train,
-            self.partition,
-            self.num_clients,
-            labels=self.labels,
-            keys=self.keys,
-            val_size=self.val_size if self.holds_out else 0,
-            local_test_size=self.local_test_size,
-            unseen_clients=self.unseen_clients,
-            stream_steps=self.stream_steps,
-            seed=run_seed(self.seed),
-            tests=self._own_tests,
-        )
+        split = split_samples(train, self, run_seed(self.seed), self._own_tests)
         # Assigned only after all checks: a second setup() would mistake the held-out samples for
         # samples passed as val.
         held = subset(train, split.held_out) if len(split.held_out) else None
@@ -333,7 +304,7 @@ class FederatedDataModule(SplitDataModule):
     def local_steps(self, round: int, position: int) -> Callable[[int], Any]:
         """Return a function that fetches the local steps of a ``stepwise`` batch.
 
-        It overwrites its last result. Rounds, and positions in a round, are counted from 0.
+        Rounds, and positions in a round, are counted from 0.
         """
         assert self._reader is not None  # the loader has fetched the batch
         return self._reader.local_steps(round, position)
@@ -381,8 +352,13 @@ class FederatedDataModule(SplitDataModule):
     def _epochs(self) -> EpochBatches:
         """Return the batches of the centralized baseline."""
         pooled, seed = torch.cat(self.parts).sort().values, run_seed(self.seed)
-        share = self._processes()
-        return EpochBatches(self.trainer, pooled, self._batching, seed, *share, self.draws)
+        steps, share = self._batching.count(torch.tensor([len(pooled)])), self._processes()
+
+        def batches(epoch: int) -> RoundBatches:  # a round with one client that has all samples
+            plan = RoundPlan(seed, epoch, torch.zeros_like(steps), steps)
+            return RoundBatches(plan, [pooled], self._batching, *share, draws=self.draws)
+
+        return EpochBatches(self.trainer, batches)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the server's validation samples in order; a list, if there are several sets."""
@@ -407,7 +383,8 @@ class FederatedDataModule(SplitDataModule):
 
     def _test_samples(self) -> Any:
         if self.test is None:
-            raise FederationError(f"{type(self).__name__} has no test samples: {self.test_remedy}")
+            name = type(self).__name__
+            raise FederationError(f"{name} has no test samples: pass them, or skip the test")
         return self.test
 
     def evaluation_loader(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -26,17 +27,9 @@ from lightning_fl.partition import Natural
 
 #: A data set, or one for training and one for local tests.
 OneClient: TypeAlias = AnyDataset | tuple[AnyDataset, AnyDataset]
-#: Options that choose samples by index, which streams do not have: the value for streams, and what
-#: to do instead.
-BY_INDEX: dict[str, tuple[Any, str]] = {
-    "val_size": (0, "pass validation samples as val="),
-    "local_test_size": (0, "pass a pair of a stream and a test set for each client"),
-    "stream_steps": (1, "each client reads on from round to round"),
-    "replacement": (False, "draw the samples in the stream"),
-    "labels": (None, "rules and terms that need labels need map-style data sets"),
-    "_classes": (None, "number the classes in the stream"),
-    "num_workers": (0, "give DataLoader(stream, batch_size=None, num_workers=1) instead of stream"),
-}
+#: Options that choose samples by index, which streams do not have, and their values for streams.
+BY_INDEX: dict[str, Any] = {"val_size": 0, "local_test_size": 0, "stream_steps": 1}
+BY_INDEX |= {"replacement": False, "labels": None, "_classes": None, "num_workers": 0}
 
 
 class FromClients(FederatedDataModule):
@@ -90,64 +83,80 @@ class FromClients(FederatedDataModule):
         super().__init__(train=None, partition=Natural(), num_clients=None, keys=None, **options)
         pairs = _named(clients)
         self.clients = {name: data_sets[0] for name, data_sets in pairs.items()}
-        #: Data sets of the clients, and then their test sets, if they have any.
-        self._parts = [part for column in zip(*pairs.values(), strict=True) for part in column]
+        #: Test sets of the clients, if they have any.
+        self._tests = [test for _, *tests in pairs.values() for test in tests]
         #: Whether the samples of clients are streams.
-        self.is_stream = any(map(_is_stream, self._parts))
-        self._sizes = self._checked_sizes(num_samples)
+        self.is_stream = any(map(_is_stream, self.clients.values()))
+        has_sizes = self.is_stream or num_samples is not None
+        self._streams = self._with_sizes(num_samples) if has_sizes else []
 
-    def _checked_sizes(self, given: int | Mapping[str, int] | None) -> list[int]:
-        """Return the number of samples of each stream; none for map-style data sets."""
-        if not self.is_stream and given is None:
-            return []
-        by_name: dict[str, Any] = dict.fromkeys(self.clients, given)
-        if isinstance(given, Mapping):
-            by_name = dict(given)
+    def _with_sizes(self, given: int | Mapping[str, int] | None) -> list[Stream]:
+        """Return the streams of the clients, each with its number of samples."""
+        one = dict.fromkeys(self.clients, given)
+        by_name: Mapping[str, Any] = given if isinstance(given, Mapping) else one
         if not self.is_stream or by_name.keys() != self.clients.keys():
             raise FederationError(
                 "num_samples must be None, or for streams a number of samples, or one for each of"
                 f" {short_repr(list(self.clients))}, got {given!r:.200}"
             )
-        for option, (value, remedy) in BY_INDEX.items():
+        for option, value in BY_INDEX.items():
             if getattr(self, option) != value and (option != "val_size" or self.holds_out):
                 raise FederationError(
                     f"{option.strip('_')} needs samples with an index, and the clients are streams:"
-                    f" set it to {value}, and {remedy}"
+                    f" set it to {value}"
                 )
-        hint = "streams have no length"
-        return [check_integer("num_samples", by_name[n], min=1, hint=hint) for n in self.clients]
+        for name, size in by_name.items():
+            check_integer("num_samples", size, min=1, hint=f"the stream of {name!r} has no length")
+        return [Stream(name, data, by_name[name]) for name, data in self.clients.items()]
 
     def setup(self, stage: str | None = None) -> None:
         """Load and split the data, and start streams from the beginning; see the base class."""
         super().setup(stage)
-        if self.is_stream and stage == "fit":
-            self.train.load_state_dict()
+        for stream in self._streams if stage == "fit" else ():
+            stream.restart()
 
     def load(self, train: bool) -> Any:
         """Return the samples of all clients, or the test samples."""
         if not train:
             return self.test
-        if self.is_stream:
-            samples: Any = Streams(list(self.clients), self._parts, self._sizes)
-        else:
-            parts = [with_classes(part, self._classes) for part in self._parts]
-            samples = joined(list(self.clients), parts)
-        sizes = [len(test) for test in self._parts[len(self.clients) :]]
+        for stream in self._streams[:2]:
+            stream.read_examples()
+        parts = [*(self._streams or self.clients.values()), *self._tests]
+        samples = joined(list(self.clients), [with_classes(part, self._classes) for part in parts])
+        sizes = [len(test) for test in self._tests]
         self._own_tests = list(torch.arange(len(samples) - sum(sizes), len(samples)).split(sizes))
         return samples
 
     def _data_sets(self) -> list[tuple[str, Any]]:
         kinds = ("client", "the test set of client")
         names = [f"{kind} {name!r}" for kind in kinds for name in self.clients]
-        return [*zip(names, self._parts, strict=False), *super()._data_sets()]
+        parts = [*self.clients.values(), *self._tests]
+        return [*zip(names, parts, strict=False), *super()._data_sets()]
 
     # --- streams ----------------------------------------------------------------------------------
 
-    def _ahead(self, client: int, test: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def _ahead(self, client: int, test: bool = False) -> Iterator[None]:
+        """Read a stream on, and go back to where it is now."""
         if not self.is_stream or test:
-            return nullcontext()
-        streams: Streams = self.train
-        return streams.ahead(int(self.present[client][0]))
+            yield
+            return
+        self._check_states("is read once, for training, and cannot be read ahead")
+        stream = self._streams[self.train.part_of(int(self.present[client][0]))]
+        state = stream.state()
+        try:
+            yield
+        finally:
+            stream.go_to(state)
+
+    def _check_states(self, why: str) -> None:
+        """Raise an error that gives a reason if a client has a stream without a state."""
+        for stream in self._streams:
+            if not stream.has_state:
+                raise FederationError(
+                    f"the stream of client {stream.name!r} {why}: give it the methods state_dict"
+                    " and load_state_dict, as a StatefulDataLoader of torchdata has them"
+                )
 
     def samples_of(self, client: int, test: bool = False) -> Iterator[Any]:
         """Yield the samples of a client; of a stream the next ones, which are read again later."""
@@ -170,13 +179,14 @@ class FromClients(FederatedDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of streams, for checkpoints."""
-        return self.train.state_dict() if isinstance(self.train, Streams) else {}
+        return {stream.name: stream.state() for stream in self._streams}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the states of streams when a fit is resumed."""
         if self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            self.train.check_states("has no state with which a run could be resumed")
-            self.train.load_state_dict(state_dict)
+            self._check_states("has no state with which a run could be resumed")
+            for stream in self._streams:
+                stream.go_to(state_dict[stream.name])
 
 
 def _named(clients: Any) -> dict[str, tuple[Any, ...]]:
@@ -198,10 +208,11 @@ def _named(clients: Any) -> dict[str, tuple[Any, ...]]:
         for part in named[name]:
             if part is not named[name][0] or not _is_stream(part):
                 check_map_style(part, f"the data set of client {name!r}")
-    if len({len(data_sets) for data_sets in named.values()}) > 1:
-        raise FederationError("give each client a test set, (train, test), or give none to any")
-    if len({_is_stream(data_sets[0]) for data_sets in named.values()}) > 1:
-        raise FederationError("give each client a stream, or a map-style data set to all")
+    if len({(len(data_sets), _is_stream(data_sets[0])) for data_sets in named.values()}) > 1:
+        raise FederationError(
+            "clients must all have streams or all data sets, with test sets, (train, test), for all"
+            " or for none"
+        )
     return named
 
 
@@ -211,44 +222,7 @@ def _is_stream(data: Any) -> bool:
     )
 
 
-class ByClient(Dataset[Any]):
-    """Samples that are stored client by client. Subclasses define :meth:`samples_of`.
-
-    Args:
-        names: Names of the clients.
-        sizes: Number of samples of each client, and then of the test set of each, if they have one.
-    """
-
-    def __init__(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        self.starts = np.cumsum([0, *sizes])
-        #: Index of the client of each sample, and the names of the clients, for ``Natural``.
-        self.keys, self.key_names = np.repeat(np.arange(len(sizes)) % len(names), sizes), names
-
-    def samples_of(self, client: int, rows: list[int]) -> list[Any]:
-        """Return samples of a client.
-
-        Args:
-            client: Index of the client in ``sizes``.
-            rows: Indices of the samples among those of the client.
-        """
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, index: list[int]) -> list[Any]:
-        """Return samples; consecutive ones of one client are read together."""
-        owners = np.searchsorted(self.starts, index, side="right") - 1
-        samples: list[Any] = []
-        for owner, pairs in groupby(zip(owners.tolist(), index, strict=True), lambda pair: pair[0]):
-            samples += self.samples_of(owner, [i - int(self.starts[owner]) for _, i in pairs])
-        return samples
-
-
-class Joined(ByClient, ConcatDataset[Any]):
+class Joined(ConcatDataset[Any]):
     """Concatenation of the data sets of clients, and their test sets.
 
     Args:
@@ -257,18 +231,26 @@ class Joined(ByClient, ConcatDataset[Any]):
     """
 
     def __init__(self, names: Sequence[str], parts: Sequence[Any]) -> None:
-        super().__init__(names, [len(part) for part in parts])
-        self.datasets = list(parts)
-        labels = [labels_of(part) for part in self.datasets]
-        known = [each for each in labels if each is not None and each.ndim == 1]
+        super().__init__(parts)
+        sizes = [len(part) for part in parts]
+        #: Index of the client of each sample, and the names of the clients, for ``Natural``.
+        self.keys, self.key_names = np.repeat(np.arange(len(parts)) % len(names), sizes), names
+        known = [each for part in parts if (each := labels_of(part)) is not None and each.ndim == 1]
         #: Labels of all samples, if all data sets have them.
-        self.targets: Tensor | None = torch.cat(known) if len(known) == len(labels) else None
+        self.targets: Tensor | None = torch.cat(known) if len(known) == len(parts) else None
 
-    def samples_of(self, client: int, rows: list[int]) -> list[Any]:
-        """Return samples of a client."""
-        part = self.datasets[client]
-        many = getattr(part, "__getitems__", None)
-        samples: list[Any] = many(rows) if many is not None else [part[row] for row in rows]
+    def part_of(self, index: int) -> int:
+        """Return the position of the data set with a sample."""
+        return bisect_right(self.cumulative_sizes, index)
+
+    def __getitems__(self, index: list[int]) -> list[Any]:
+        """Return samples; consecutive ones of one data set are read together."""
+        samples: list[Any] = []
+        for at, some in groupby(index, self.part_of):
+            part: Any = self.datasets[at]
+            rows = [i - (self.cumulative_sizes[at] - len(part)) for i in some]
+            many = getattr(part, "__getitems__", None)
+            samples += [part[row] for row in rows] if many is None else many(rows)
         return samples
 
 
@@ -286,89 +268,58 @@ def joined(names: Sequence[str], parts: Sequence[Any]) -> Any:
     return samples
 
 
-class Streams(ByClient):
-    """Streams of samples of clients, which are read in order, and test sets of clients.
-
-    Any index of a client's samples reads the next sample of its stream.
+class Stream(Dataset[Any]):
+    """Stream of the samples of a client, which is read in order: any rows are the next samples.
 
     Args:
-        names: Names of the clients.
-        parts: Streams of the clients, and then their test sets, if they have any.
-        sizes: Number of samples of each stream in a local epoch.
+        name: Name of the client.
+        data: The stream.
+        size: Number of samples in a local epoch.
     """
 
-    def __init__(self, names: Sequence[str], parts: Sequence[Any], sizes: Sequence[int]) -> None:
-        super().__init__(names, [*sizes, *map(len, parts[len(sizes) :])])
-        self.streams, self.tests = list(parts[: len(sizes)]), list(parts[len(sizes) :])
-        self._readers: dict[int, Iterator[Any]] = {}
-        #: Names of the clients whose streams have no state: they are read once, for training.
-        self.once = [
-            name
-            for name, stream in zip(names, self.streams, strict=True)
-            if not (hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict"))
-        ]
-        self._first = self.state_dict()
-        with seeded_rng(0):
-            self._examples = [self._next(0), self._next(0)]
-        self.load_state_dict()
+    def __init__(self, name: str, data: Any, size: int) -> None:
+        self.name, self.data, self.size = name, data, size
+        self._reader: Iterator[Any] | None = None
+        #: Whether it can go back. Otherwise it is read once, for training.
+        self.has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self._first, self._examples = self.state(), list[Any]()
+
+    def __len__(self) -> int:
+        return self.size
 
     def __getitem__(self, index: int) -> Any:
-        """Return one of the first two samples of the first client, as an example."""
+        """Return one of the first two samples, as an example."""
         return self._examples[index]
 
-    def samples_of(self, client: int, rows: list[int]) -> list[Any]:
-        """Return the next samples of a client, or samples of its test set."""
-        if (test := client - len(self.streams)) >= 0:
-            return [self.tests[test][row] for row in rows]
-        return [self._next(client) for _ in rows]
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        """Return the next samples."""
+        return [self._next() for _ in rows]
 
-    def _next(self, client: int) -> Any:
+    def _next(self) -> Any:
         for _ in range(2):
-            if client not in self._readers:
-                self._readers[client] = iter(self.streams[client])
-            for sample in self._readers[client]:
+            if self._reader is None:
+                self._reader = iter(self.data)
+            for sample in self._reader:
                 return sample
-            del self._readers[client]  # it has ended, and starts again
-        raise FederationError(f"the stream of client {self.key_names[client]!r} has no samples")
+            self._reader = None  # it has ended, and starts again
+        raise FederationError(f"the stream of client {self.name!r} has no samples")
 
-    @contextmanager
-    def ahead(self, index: int) -> Iterator[None]:
-        """Read on, and go back to where the stream of the client with a sample is now.
+    def read_examples(self) -> None:
+        """Read two samples, and go back to the beginning."""
+        with seeded_rng(0):
+            self._examples = self.__getitems__([0, 1])
+        self.restart()
 
-        Args:
-            index: Index of the sample.
+    def state(self) -> Any:
+        """Return the state of the stream; None if it has none."""
+        return deepcopy(self.data.state_dict()) if self.has_state else None
 
-        Raises:
-            FederationError: If a client has a stream without a state.
-        """
-        self.check_states("is read once, for training, and cannot be read ahead")
-        client = int(np.searchsorted(self.starts, index, side="right")) - 1
-        state = deepcopy(self.streams[client].state_dict())
-        try:
-            yield
-        finally:
-            self._go_to(client, state)
+    def go_to(self, state: Any) -> None:
+        """Go to a state of the stream."""
+        self._reader = None
+        if self.has_state:
+            self.data.load_state_dict(deepcopy(state))
 
-    def check_states(self, why: str) -> None:
-        """Raise an error that gives a reason if a client has a stream without a state."""
-        if self.once:
-            raise FederationError(
-                f"the stream of client {self.once[0]!r} {why}: give it the methods state_dict and"
-                " load_state_dict, as a StatefulDataLoader of torchdata has them"
-            )
-
-    def _go_to(self, client: int, state: Any) -> None:
-        self._readers.pop(client, None)
-        if not self.once:
-            self.streams[client].load_state_dict(deepcopy(state))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the stream of each client by name; None if it has none."""
-        streams = zip(self.key_names, self.streams, strict=True)
-        return {n: None if self.once else deepcopy(each.state_dict()) for n, each in streams}
-
-    def load_state_dict(self, states: Mapping[str, Any] | None = None) -> None:
-        """Restore the states of all streams; None starts them from the beginning."""
-        states = self._first if states is None else states
-        for client, name in enumerate(self.key_names):
-            self._go_to(client, states[name])
+    def restart(self) -> None:
+        """Go to the beginning."""
+        self.go_to(self._first)

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lightning_fl.datamodules.federated import FederatedDataModule
-from lightning_fl.datamodules.loader import Batches, Collate
+from lightning_fl.datamodules.loader import Batches
 from lightning_fl.datamodules.splits import Split
 from lightning_fl.datamodules.storage import check_map_style
 from lightning_fl.errors import FederationError, check_package
@@ -38,11 +38,6 @@ class FromDataModule(FederatedDataModule):
         num_clients: Number of clients; None if the rule determines it.
         batch_size: Samples per local step; None means all samples of a client, ``loader`` the batch
             size of the training loader.
-        eval_batch_size: Samples per batch in validation and test; ``loader`` as above, for the
-            loaders of validation and test, or the training loader before one of them is read.
-        drop_last: Drop the incomplete batch at the end of a pass, unless it is the only one;
-            ``loader`` as above.
-        collate_fn: Function that makes a batch from samples; None means those of the loaders.
         options: Further options of :class:`FederatedDataModule`, such as ``labels`` and ``keys``.
             ``val_size`` is used if the data module has no validation loader.
 
@@ -63,17 +58,12 @@ class FromDataModule(FederatedDataModule):
         (tensor([10, 10, 10, 10, 10, 10]), 5)
     """
 
-    test_remedy = "return a DataLoader from test_dataloader of the data module"
-
     def __init__(
         self,
         datamodule: LightningDataModule,
         partition: Partition | None = None,
         num_clients: int | None = 10,
         batch_size: int | Literal["loader"] | None = "loader",
-        eval_batch_size: int | Literal["loader"] = "loader",
-        drop_last: bool | Literal["loader"] = "loader",
-        collate_fn: Collate | None = None,
         **options: Any,
     ) -> None:
         check_package(datamodule, LightningDataModule)
@@ -84,17 +74,18 @@ class FromDataModule(FederatedDataModule):
                 f" {type(datamodule).__name__}"
             )
         self.datamodule = datamodule
-        given: dict[str, Any] = {
-            "batch_size": batch_size,
-            "eval_batch_size": eval_batch_size,
-            "drop_last": drop_last,
-            "collate_fn": "loader" if collate_fn is None else collate_fn,
-        }
-        #: Options that the loaders determine. They have the values of the base class before setup.
-        self._open = {name for name, value in given.items() if value == "loader"}
-        options |= {name: given[name] for name in given.keys() - self._open}
+        self._reads_batch_size = batch_size == "loader"
         super().__init__(
-            train=None, val=None, test=None, partition=partition, num_clients=num_clients, **options
+            train=None,
+            val=None,
+            test=None,
+            partition=partition,
+            num_clients=num_clients,
+            batch_size=None if batch_size == "loader" else batch_size,
+            eval_batch_size=1,  # this one and the next are those of the loaders after the setup
+            drop_last=False,
+            collate_fn=None,
+            **options,
         )
         self.prepare_data_per_node = datamodule.prepare_data_per_node
         for name in (*TRANSFER_HOOKS, "state_dict", "load_state_dict", "on_exception"):
@@ -149,29 +140,30 @@ class FromDataModule(FederatedDataModule):
     def load(self, train: bool) -> Any:
         """Return the samples of the training or the test loader."""
         if not train:
-            return self._samples("test", "eval_batch_size")[0]
-        names = ("batch_size", "eval_batch_size", "drop_last", "collate_fn")
-        samples = self._samples("train", *names)[0]
-        self.val, *self.more_val = self._samples("val", "eval_batch_size")
+            return self._samples("test")[0]
+        samples = self._samples("train")[0]
+        self.val, *self.more_val = self._samples("val")
         return samples
 
-    def _samples(self, use: Literal["train", "val", "test"], *options: str) -> list[Any]:
-        """Return the data sets of loaders, and take over these options of the first one."""
+    def _samples(self, use: Literal["train", "val", "test"]) -> list[Any]:
+        """Return the data sets of loaders, and take over the options of the first one."""
         method = f"{use}_dataloader"
         if use != "train" and not overrides(self.datamodule, method, LightningDataModule):
             return [None]
         self._set_up_for("test" if use == "test" else "fit")
         loader = getattr(self.datamodule, method)()
-        if is_list(loader) and len(loader) < 2:
-            loader = loader[0] if loader else None
-        if use != "train" and loader is None:
+        if use != "train" and loader in (None, []):
             return [None]
-        loaders = list(loader) if use == "val" and is_list(loader) else [loader]
+        has_several = is_list(loader) and (use == "val" or len(loader) == 1)
+        loaders = list(loader) if has_several else [loader]
         for i, each in enumerate(loaders):
             _check_loader(each, f"{type(self.datamodule).__name__}.{method}", self.replacement)
             self._loaders[f"{use} {i}" if i else use] = each
-        for option in self._open.intersection(options):
-            setattr(self, option, getattr(loaders[0], option.removeprefix("eval_")))
+        first: Any = loaders[0]
+        self.eval_batch_size = first.batch_size
+        if use == "train":
+            self.drop_last, self.collate_fn = first.drop_last, first.collate_fn
+            self.batch_size = first.batch_size if self._reads_batch_size else self.batch_size
         return [each.dataset for each in loaders]
 
     def predict_dataloader(self) -> Any:
@@ -182,9 +174,7 @@ class FromDataModule(FederatedDataModule):
         batches = super()._batches(data, use)
         loader = self._loaders.get(use) or self._loaders.get("train")
         if loader is not None:
-            batches.worker_init = loader.worker_init_fn
-            if "collate_fn" in self._open:
-                batches.collate = loader.collate_fn
+            batches.collate, batches.worker_init = loader.collate_fn, loader.worker_init_fn
         return batches
 
 

@@ -57,8 +57,7 @@ class FromHuggingFace(FederatedDataModule):
         options: Further options of :class:`FederatedDataModule`.
 
     Raises:
-        FederationError: If the package is missing, the data set streams or cannot be loaded, or has
-            no such column.
+        FederationError: If the package is missing, or the data set streams or cannot be loaded.
     """
 
     def __init__(
@@ -91,9 +90,6 @@ class FromHuggingFace(FederatedDataModule):
         self.dataset, self.load_options = dataset, dict(load_options or {})
         self.input, self.label = input, label
         self.partition_by, self.transforms = partition_by, (transform, label_transform)
-        if not isinstance(dataset, str | Path):
-            for part in SPLITS:
-                self._rows(part)  # raises for unknown columns
 
     def prepare_data(self) -> None:
         """Download the data set if it has a name, and is not in the cache of ``datasets``."""
@@ -181,13 +177,6 @@ class Rows(Dataset[Any]):
         self.transform, self.label_transform = transform, label_transform
         self.wanted = list(dict.fromkeys([*self.inputs, *([label] if label else [])]))
         kind = data.format["type"]
-        known = {name: data.format["columns"] for name in self.wanted if kind != "custom"}
-        known |= {key: data.column_names} if key else {}
-        for name, columns in known.items():
-            if name not in columns:
-                raise FederationError(
-                    f"the data set has no column {name!r}: choose from {list(columns)}"
-                )
         #: Input columns of images that become tensors here.
         self._images: set[str] = set()
         #: Data set that reads the columns of a sample.
@@ -201,13 +190,9 @@ class Rows(Dataset[Any]):
         if self.transform is not None:
             given |= set(self.inputs if self.is_pair else self.wanted)
         features, image = self._all.features, _package().Image
-        self._images = {n for n in self.wanted if isinstance(features[n], image)} - given
-        if self.label in self._images:
-            raise FederationError(
-                f"the label {self.label!r} is an image: pass label_transform, such as PILToTensor"
-                " of torchvision"
-            )
-        tensors = [name for name in self.wanted if name not in self._images | given]
+        images = {name for name in self.wanted if isinstance(features[name], image)}
+        self._images = images.intersection(self.inputs) - given
+        tensors = [name for name in self.wanted if name not in images | given]
         self._view = self._view.with_format("torch", tensors, output_all_columns=True)
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.loader import module_dtype
-from lightning_fl.datamodules.storage import InMemory
+from lightning_fl.datamodules.storage import InMemory, not_found
 from lightning_fl.errors import FederationError
 from lightning_fl.files import data_root
 from lightning_fl.functional.augmentation import choices, crop_and_flip
@@ -151,14 +151,10 @@ class TorchvisionDataModule(ImageDataModule, ABC):
 
     def load(self, train: bool) -> InMemory:
         """Read images and labels into memory."""
-        name = type(self).__name__
         try:
             data = self.open(train, download=False)
         except (RuntimeError, FileNotFoundError) as error:
-            raise FederationError(
-                f"{name} was not found in root={self.root!r}: set root to the folder that contains"
-                " it, or download it with download=true (data.init_args.download)"
-            ) from error
+            raise not_found(self, f"root={self.root!r}") from error
         images = torch.as_tensor(data.data)
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
         return InMemory(images, torch.as_tensor(data.targets))

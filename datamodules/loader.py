@@ -61,10 +61,10 @@ class Batches(Dataset[Any]):
             self._collated(part, key) if len(part.index) else None for part, key in parts
         )
 
-    def _fetched(self, batch: Batch, reuse: bool = False) -> list[Any]:
+    def _fetched(self, batch: Batch) -> list[Any]:
         """Return samples in memory, with their random numbers for augmentation."""
         draws = [] if batch.draws is None else [Draws(batch.draws)]
-        return [*self.data.fetch(batch.index, reuse), *draws]
+        return [*self.data.fetch(batch.index), *draws]
 
     def _collated(self, batch: Batch, key: tuple[int, ...]) -> Any:
         if isinstance(self.data, InMemory) and self.collate is default_collate:
@@ -93,12 +93,10 @@ class Batches(Dataset[Any]):
 
     def _which(self, batch: Batch, key: tuple[int, ...]) -> str:
         """Return the samples of a batch, their client if they have one, and its local step."""
-        shown, is_step = short_repr(batch.index.tolist()), len(key) > 4
-        client = key[3] if is_step else batch.client
-        whose = self.use if client is None else f"client {client}"
-        return f"the samples {shown} of {whose}" + (
-            f" in local step {key[4] + 1}" if is_step else ""
-        )
+        whose = self.use if batch.client is None else f"client {batch.client}"
+        if len(key) > 4:
+            whose = f"client {key[3]} in local step {key[4] + 1}"
+        return f"the samples {short_repr(batch.index.tolist())} of {whose}"
 
     def start_worker(self, worker: int) -> None:
         """Call ``worker_init`` in a loader process. It finds its own data set there.
@@ -113,8 +111,6 @@ class Batches(Dataset[Any]):
     def local_steps(self, round: int, position: int) -> Callable[[int], Any]:
         """Return a function that fetches the local steps of a stepwise batch, given their index.
 
-        It overwrites its last result.
-
         Args:
             round: The round, from 0.
             position: Position of the batch in the round, from 0.
@@ -122,7 +118,7 @@ class Batches(Dataset[Any]):
         steps = self.waiting.pop((round, position))
         for place in [place for place in self.waiting if place[0] < round]:
             del self.waiting[place]  # fetched by others
-        return lambda step: self._fetched(steps[step], reuse=True)
+        return lambda step: self._fetched(steps[step])
 
 
 class Workers:

@@ -8,8 +8,7 @@ import torch
 
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.inputs import Words
-from lightning_fl.datamodules.storage import InMemory
-from lightning_fl.errors import FederationError
+from lightning_fl.datamodules.storage import InMemory, not_found
 from lightning_fl.extras import imported
 from lightning_fl.files import data_root
 from lightning_fl.options import check_flag
@@ -67,8 +66,5 @@ class Newsgroups(FederatedDataModule):
                 download_if_missing=False,
             )
         except OSError as error:
-            raise FederationError(
-                f"Newsgroups was not found in root={self.root!r}: set root to the folder that"
-                " contains it, or download it with download=true (data.init_args.download)"
-            ) from error
+            raise not_found(self, f"root={self.root!r}") from error
         return InMemory(torch.stack(list(map(self.words, posts.data))), torch.tensor(posts.target))

@@ -35,8 +35,6 @@ class SpeechCommands(AudioDataModule):
             files.
     """
 
-    remedy = "download it with download=true (data.init_args.download)"
-
     def __init__(
         self,
         root: str | None = None,

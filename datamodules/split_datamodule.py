@@ -91,4 +91,8 @@ class SplitDataModule(LightningDataModule):
 
     def manifest(self) -> Manifest:
         """Return the manifest of the split: rule, parameters, seed, indices and class counts."""
-        return self.split.manifest(self.partition, len(self.train))
+        split = self.split
+        # Float labels stand for unknown classes.
+        labels = torch.zeros(len(self.train)) if split.labels is None else split.labels
+        tests, unseen = split.local_tests, len(split.unseen)
+        return Manifest.of(self.partition, split.clients, labels, split.seed, tests, unseen)

@@ -16,7 +16,7 @@ from lightning_fl.datamodules.storage import keys_of, sample_ids
 from lightning_fl.errors import FederationError
 from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.partition import Manifest, Partition, checksum
+from lightning_fl.partition import Partition, checksum
 
 #: Maximum number of classes that are counted.
 MOST_CLASSES = 100_000
@@ -82,45 +82,13 @@ class Split:
             return None
         return torch.stack([labels[part].bincount(minlength=classes) for part in parts])
 
-    def manifest(self, rule: Partition, n: int) -> Manifest:
-        """Return the manifest of the split.
 
-        Args:
-            rule: Rule of the split.
-            n: Number of training samples.
-        """
-        # Float labels stand for unknown classes.
-        labels = torch.zeros(n) if self.labels is None else self.labels
-        tests, unseen = self.local_tests, len(self.unseen)
-        return Manifest.of(rule, self.clients, labels, self.seed, tests, unseen)
-
-
-def split_samples(
-    data: Any,
-    rule: Partition,
-    num_clients: int | None,
-    *,
-    labels: Sequence[int] | None,
-    keys: Sequence[int | str] | None,
-    val_size: int | float,
-    local_test_size: float,
-    unseen_clients: float | Sequence[str],
-    stream_steps: int,
-    seed: int,
-    tests: list[Tensor],
-) -> Split:
+def split_samples(data: Any, options: Any, seed: int, tests: list[Tensor]) -> Split:
     """Hold out validation samples and split the rest over clients.
 
     Args:
         data: Training samples.
-        rule: Rule of the split.
-        num_clients: Number of clients; None if the rule determines it.
-        labels: Labels that replace those of the data set.
-        keys: Keys that replace those of the data set.
-        val_size: Fraction or number of samples to hold out.
-        local_test_size: Fraction of each client's samples to hold out as local test samples.
-        unseen_clients: Share or names of the clients that never train, unless the rule has some.
-        stream_steps: Number of steps of the stream.
+        options: The data module, which has the options of the split as attributes.
         seed: Seed of the split.
         tests: Local test samples of each client, the last samples of the data; empty lets the rule
             or ``local_test_size`` choose them.
@@ -128,7 +96,9 @@ def split_samples(
     Raises:
         FederationError: If an option does not fit the data, or a training sample is held out.
     """
-    classes = _class_labels(data, labels)
+    rule, num_clients, keys = options.partition, options.num_clients, options.keys
+    val_size = options.val_size if options.holds_out else 0
+    classes = _class_labels(data, options.labels)
     strata = torch.zeros(len(data), dtype=torch.int64) if classes is None else classes
     codes: Tensor | None = None
     key_names: list[str] = []
@@ -146,7 +116,7 @@ def split_samples(
     kept = is_kept.nonzero()[:, 0]
     rows = rule(by, clients, generator(seed, RandomStream.PARTITION))
     names = [_name(by[part].unique(), key_names) for part in rows] if key_names else []
-    order, count = _unseen_last(rule, unseen_clients, names, len(rows), seed)
+    order, count = _unseen_last(rule, options.unseen_clients, names, len(rows), seed)
     parts = [kept[rows[client]] for client in order]
     names, tests = [names[i] for i in order if names], [tests[i] for i in order if tests]
     if codes is not None:
@@ -158,10 +128,10 @@ def split_samples(
         pairs = zip(parts, tests, strict=True)
         parts = [part[~torch.isin(part, test)] for part, test in pairs]
     else:
-        parts, tests = _local_tests(parts, strata, local_test_size, seed)
+        parts, tests = _local_tests(parts, strata, options.local_test_size, seed)
     _check_apart(data, parts, [held, *tests])
     parts, unseen = parts[:count], parts[count:]
-    steps, samples = _in_steps(parts, stream_steps, seed), samples_checksum(data, classes)
+    steps, samples = _in_steps(parts, options.stream_steps, seed), samples_checksum(data, classes)
     return Split(classes, names, held, parts, unseen, tests, steps, seed, samples)
 
 
@@ -212,7 +182,7 @@ def samples_checksum(data: Any, labels: Tensor | None) -> str:
 def _class_labels(data: Any, given: Sequence[int] | None) -> Tensor | None:
     """Return one number per training sample, ``[n]``: given labels or those of the data set."""
     n, labels = len(data), labels_of(data) if given is None else _numbers(given)
-    if labels is not None and labels.shape == (n,) and not labels.is_complex():
+    if labels is not None and labels.shape == (n,):
         return labels.cpu() if labels.is_floating_point() else labels.cpu().long()
     if given is not None:
         got = "none" if labels is None else f"shape {tuple(labels.shape)} of {labels.dtype}"
@@ -228,8 +198,7 @@ def _numbers(values: Any) -> Tensor | None:
     try:
         if hasattr(values, "__array__") and not isinstance(values, Tensor):
             # torch would read a pandas Series by its index, and knows no reversed arrays.
-            array = np.asarray(values)
-            values = array.astype(array.dtype.newbyteorder("="), order="C")
+            values = np.ascontiguousarray(values)
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         return None
@@ -237,31 +206,20 @@ def _numbers(values: Any) -> Tensor | None:
 
 def _keys(rule: Partition, data: Any, keys: Any) -> tuple[Tensor, list[str]]:
     """Return the key of each sample, ``[n]``, as an index into the names of the keys."""
-    n, name, key_names = len(data), type(rule).__name__, None
+    n, key_names = len(data), None
     if keys is None:
         keys, key_names = keys_of(data)
-    if keys is None:
-        raise FederationError(f"{name} needs a key for each training sample: pass keys=")
-    distinct, codes = np.unique(_comparable(keys, name), return_inverse=True)
-    if codes.shape != (n,):
+    # As objects, because numpy would make texts of None, NaN and numbers among texts.
+    each = np.asarray([] if keys is None else keys, dtype=object).ravel().tolist()
+    is_missing = any(key is None or key != key for key in each)
+    if len(each) != n or is_missing or len({type(key) for key in each}) > 1:
         raise FederationError(
-            f"{name} needs one key for each of the {n} training samples, got {codes.shape}"
+            f"{type(rule).__name__} needs a key for each of the {n} training samples, all of one"
+            f" type and none None or NaN, got {short_repr(each)}: pass keys="
         )
+    distinct, codes = np.unique(np.asarray(keys), return_inverse=True)
     names = [str(key) if key_names is None else key_names[key] for key in distinct.tolist()]
     return torch.as_tensor(codes), names
-
-
-def _comparable(keys: Any, rule: str) -> np.ndarray[Any, Any]:
-    """Return keys as an array. Each sample must have one, and all must have one type."""
-    # As objects, because numpy would make texts of None, NaN and numbers among texts.
-    each = np.asarray(keys, dtype=object).ravel().tolist()
-    kinds = sorted({type(key).__name__ for key in each})
-    if len(kinds) > 1 or any(key is None or key != key for key in each):
-        raise FederationError(
-            f"{rule} needs a key for each training sample, all of one type and none None or NaN,"
-            f" got {', '.join(kinds)}: remove samples without a key"
-        )
-    return np.asarray(keys)
 
 
 def _name(keys: Tensor, names: Sequence[str]) -> str:

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 else:  # jsonargparse cannot construct subclasses of Dataset[Any] from a config
     AnyDataset = Dataset
 
-#: Signed integers of the size of unsigned ones.
-SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
 
 class InMemory(TensorDataset):
     """Tensors of equal length in memory. A batch takes one indexing operation per tensor.
@@ -31,7 +28,6 @@ class InMemory(TensorDataset):
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__(*tensors)
-        self._buffers: dict[int, tuple[Tensor, ...]] = {}
         self._copy: InMemory | None = None
         #: Key of each sample for ``Natural``, and names of keys that are indices; None if unknown.
         self.keys: Any = None
@@ -52,33 +48,28 @@ class InMemory(TensorDataset):
             self._copy = InMemory(*(t.to(device) for t in self.tensors))
         return self._copy
 
-    def fetch(self, index: Tensor, reuse: bool = False) -> list[Tensor]:
+    def fetch(self, index: Tensor) -> list[Tensor]:
         """Return the samples of a batch, stacked, in a list as from a ``DataLoader``.
 
         Args:
             index: Indices of the samples, ``[n]``.
-            reuse: Whether to overwrite the result of the last call with ``reuse`` and this length.
-                Allocating new memory takes several times as long as the copy.
         """
         index = index.to(self.device, non_blocking=True)
         # index_select is several times faster than t[index] for small batches.
-        if not reuse:
-            return [_selected(t, index) for t in self.tensors]
-        n = len(index)
-        if n not in self._buffers:
-            self._buffers[n] = tuple(t.new_empty(n, *t.shape[1:]) for t in self.tensors)
-        for tensor, buffer in zip(self.tensors, self._buffers[n], strict=True):
-            _selected(tensor, index, buffer)
-        return list(self._buffers[n])
+        return [t.index_select(0, index) for t in self.tensors]
 
 
-def _selected(tensor: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return rows of a tensor; PyTorch before 2.11 selects those of signed integers only."""
-    kind = SIGNED.get(tensor.dtype)
-    if kind is None:
-        return torch.index_select(tensor, 0, index, out=out)
-    view = None if out is None else out.view(kind)
-    return torch.index_select(tensor.view(kind), 0, index, out=view).view(tensor.dtype)
+def not_found(data: object, where: str, remedy: str = "") -> FederationError:
+    """Return the error that the files of a data module are missing.
+
+    Args:
+        data: The data module.
+        where: Where they were looked for.
+        remedy: How to obtain them; by default with ``download=true``.
+    """
+    remedy = remedy or "download it with download=true (data.init_args.download)"
+    text = f"was not found in {where}: set root to the folder that contains it, or {remedy}"
+    return FederationError(f"{type(data).__name__} {text}")
 
 
 def check_map_style(data: Any, name: str) -> None:

@@ -274,18 +274,6 @@ def rows_of_texts():
     return FromHuggingFace(rows, "x", partition_by="role", val_size=4, batch_size=4)
 
 
-def stored_clients(root):
-    h5py = pytest.importorskip("h5py", reason='needs pip install ".[hdf5]"')
-    path = root / "train.h5"
-    if not path.exists():
-        with h5py.File(path, "w") as file:
-            for client in range(3):
-                x = torch.rand(8, FEATURES, generator=torch.Generator().manual_seed(client))
-                file[f"examples/{client}/pixels"] = x.numpy()
-                file[f"examples/{client}/label"] = torch.arange(8).numpy() % 3
-    return FromHDF5(str(path), val_size=4, batch_size=4)
-
-
 def text():
     """Return a text network, with an adapter where peft is installed."""
     net = TextTransformer(40, 3, 8, 1, 2, 8)
@@ -586,7 +574,6 @@ ROWS = {
     "FromHuggingFace, TextTransformer": lambda root: row(
         TextTransformer(7, 7, 4, 1, 1, length=5), rows_of_texts()
     ),
-    "FromHDF5": lambda root: row(MLPClassifier([FEATURES, 4, CLASSES]), stored_clients(root)),
     "CharLSTM": lambda root: row(CharLSTM(7, 2, 3, 1), sequences()),
     "Digits, rotated": lambda root: row(
         MLPClassifier([64, 4, 10]),

@@ -10,7 +10,7 @@ if [[ ! -x $python ]]; then
     folder=$(dirname "$(dirname "$python")")
     trap 'rm -rf "$folder"' ERR  # half an environment would be taken for a whole one
     python3 -m venv "$folder"
-    "$python" -m pip install --quiet '.[demo,flower,nvflare,hf,hdf5,privacy,peft,tracking]' \
+    "$python" -m pip install --quiet '.[demo,flower,nvflare,hf,privacy,peft,tracking]' \
         'flwr[simulation]' hypothesis pytest pytest-xdist
     "$python" -m pip check
     trap - ERR

@@ -55,7 +55,7 @@ class FederatedData(Protocol):
     def local_steps(self, round: int, position: int) -> Callable[[int], Any]:
         """Return a function that fetches the local steps of a batch of a stepwise plan.
 
-        Its argument is the local step; it may overwrite what it has returned before.
+        Its argument is the local step.
         """
 
     def advance(self, round: int) -> bool:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightning_fl.errors import FederationError
 from lightning_fl.functional.neuron_matching import Matching, Posterior, Process, match
 from lightning_fl.options import check_integer, check_number
 
@@ -165,17 +164,14 @@ def match_networks(
 
     Args:
         networks: Network of each client, from input to classes.
-        class_counts: Samples per client and class, ``[J, K]``; None weights clients equally.
+        class_counts: Samples per client and class, ``[J, K]``; None weights clients equally, as for
+            a class without samples (except in a stream).
         options: Options of the matching.
         orders: Orders of clients in each hidden layer; None draws separate orders for each. For
             this and the next two, see :func:`~lightning_fl.functional.neuron_matching.match`.
         start: Initial assignments of each hidden layer and client, the lowest layer first.
         generator: Generator of the orders.
         past: Posterior after the last step of a stream, ``NetworkPosterior()`` before the first.
-
-    Raises:
-        FederationError: If the networks are incompatible with each other or not finite, a class has
-            no samples (except in a stream).
 
     Example:
         >>> def one(*neurons):  # of one input and one output: weights in, bias, weights out
@@ -186,8 +182,8 @@ def match_networks(
         >>> merged.widths, merged.matchings[0].assignments
         ([2], [tensor([0]), tensor([1, 0])])
     """
-    nets = _checked(networks)
-    share = _shares(class_counts, len(nets), len(nets[0][-1][1]), past is not None)
+    nets = _in_float64(networks)
+    share = _shares(class_counts, nets, past is not None)
     top, total = _softmax_bias(nets, share, options, None if past is None else past.bias)
     layers = [(torch.empty(0), top / total)]
     matchings: list[Matching] = []
@@ -233,12 +229,9 @@ def match_upwards(
         generator: See :func:`~lightning_fl.functional.neuron_matching.match`.
         known: Fixed assignments of the lowest hidden layers for each client. These are layers that
             the clients received and did not change.
-
-    Raises:
-        FederationError: See :func:`match_networks`.
     """
-    nets = _checked(networks)
-    share = _shares(class_counts, len(nets), len(nets[0][-1][1]))
+    nets = _in_float64(networks)
+    share = _shares(class_counts, nets, False)
     layers: list[tuple[Tensor, Tensor]] = []
     matchings: list[Matching] = []
     for layer in range(len(nets[0]) - 1):
@@ -269,15 +262,10 @@ def _softmax_bias(
     past: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return sums and precisions of the softmax layer's bias, which needs no matching."""
-    begin = (
-        (options.bias_mean / options.prior_variance, 1 / options.prior_variance)
-        if past is None
-        else past
-    )
-    sums = begin[0] + sum(
-        n * net[-1][1] / options.client_variance for n, net in zip(share, nets, strict=True)
-    )
-    return sums, begin[1] + share.sum(0) / options.client_variance
+    variance, prior = options.client_variance, 1 / options.prior_variance
+    sums, precisions = past or (options.bias_mean / options.prior_variance, prior)
+    added = sum(n * net[-1][1] / variance for n, net in zip(share, nets, strict=True))
+    return sums + added, precisions + share.sum(0) / variance
 
 
 def _outgoing(
@@ -348,52 +336,18 @@ def _before(past: NetworkPosterior, layer: int, prior: Process, end: int) -> Pos
     return replace(known, sums=sums, precisions=grown(known.precisions, prior.precision))
 
 
-def _checked(networks: Sequence[Layers]) -> list[list[tuple[Tensor, Tensor]]]:
-    """Check networks, and return them in float64."""
-    nets = [[(w.double(), b.double()) for w, b in layers] for layers in networks]
-    _check_networks(nets)
-    return nets
+def _in_float64(networks: Sequence[Layers]) -> list[list[tuple[Tensor, Tensor]]]:
+    return [[(w.double(), b.double()) for w, b in layers] for layers in networks]
 
 
-def _shares(
-    class_counts: Tensor | None, clients: int, classes: int, may_lack: bool = False
-) -> Tensor:
-    """Return the fraction of samples per client for each class, ``[J, K]``; 0 without samples."""
-    counts = torch.ones(clients, classes) if class_counts is None else class_counts
-    if counts.shape != (clients, classes):
-        raise FederationError(
-            f"class_counts must have the shape ({clients}, {classes}) for {clients} clients and"
-            f" {classes} classes, got {tuple(counts.shape)}"
-        )
-    total = counts.double().sum(0)
-    if not (may_lack or (total > 0).all()):
-        absent = (total <= 0).nonzero()[:, 0].tolist()
-        raise FederationError(
-            f"no client has a sample of class {absent[0]}, so its weights are undefined: remove the"
-            " class from the network, or do not pass class_counts"
-        )
-    return counts.double() / torch.where(total > 0, total, 1)
+def _shares(class_counts: Tensor | None, nets: Sequence[Layers], is_stream: bool) -> Tensor:
+    """Return the fraction of samples per client for each class, ``[J, K]``.
 
-
-def _check_networks(nets: Sequence[Layers]) -> None:
-    """Raise an error if networks differ in more than their widths, or are not finite."""
-    outlines = [_outline(net) for net in nets]
-    if not nets or len(nets[0]) < 2:
-        raise FederationError("matching requires networks with at least one hidden layer")
-    for client, (net, outline) in enumerate(zip(nets, outlines, strict=True)):
-        if outline != outlines[0]:
-            raise FederationError(
-                f"client {client} has a network with {outline}, client 0 with {outlines[0]}: only"
-                " the widths of hidden layers may differ"
-            )
-        if not all(tensor.isfinite().all() for layer in net for tensor in layer):
-            raise FederationError(
-                f"the network of client {client} has non-finite weights: use a lower learning rate,"
-                " or exclude the client"
-            )
-
-
-def _outline(net: Layers) -> str:
-    """Return what all networks must have in common."""
-    kernels = [tuple(weight.shape[2:]) for weight, _ in net]
-    return f"{net[0][0].shape[1]} inputs, {len(net[-1][1])} classes and the kernels {kernels}"
+    For a class without samples they are equal, or 0 in a stream, whose prior has its weights.
+    """
+    counts = torch.ones(len(nets), len(nets[0][-1][1])) if class_counts is None else class_counts
+    counts, total = counts.double(), counts.double().sum(0)
+    if is_stream:
+        return counts / total.where(total > 0, 1)
+    counts = counts.where(total > 0, 1)
+    return counts / counts.sum(0)

@@ -90,7 +90,6 @@ class Matching:
         sums: Sums :math:`S`, ``[L, D]``.
         precisions: Precisions :math:`P`, ``[L, D]``.
         counts: Number of clients of each atom, ``[L]``; may be 0 in a stream.
-        objective: Objective after the greedy pass and after each sweep.
         posterior: Posterior after this step, for the next step of a stream.
     """
 
@@ -98,7 +97,6 @@ class Matching:
     sums: Tensor
     precisions: Tensor
     counts: Tensor
-    objective: list[float]
     posterior: Posterior
 
     @property
@@ -118,7 +116,8 @@ def gains(
 ) -> Tensor:
     r"""Return the gain in the objective for each assignment of a client's neurons to atoms.
 
-    Assigning neuron :math:`l` to atom :math:`i`, with :math:`m_i` other clients, gains
+    The objective is twice the logarithm of the posterior of assignments (equation 6). Assigning
+    neuron :math:`l` to atom :math:`i`, with :math:`m_i` other clients, gains
 
     .. math:: \sum_d \frac{(S_i + p v_l)^2}{P_i + p} - \frac{S_i^2}{P_i}
         + \kappa \log \frac{m_i}{J - m_i},
@@ -159,7 +158,8 @@ def gains(
     new = ((shift + own * values).square() / (prior.precision + own)).sum(1)
     new = new - (shift * prior.mean).sum()
     q = torch.arange(1, _places(prior, len(sums), len(values)) + 1).to(values)
-    share = torch.full_like(q, _rate(prior, step)).log() - q.log()
+    rate = prior.gamma / (prior.clients * (step or 1))  # expected number of new atoms
+    share = torch.full_like(q, rate).log() - q.log()
     return torch.cat([known, new[:, None] + 2 * share], 1)
 
 
@@ -174,11 +174,6 @@ def _odds(prior: Process, counts: Tensor, step: int | None) -> Tensor:
     """Return the log-odds that a client has an atom."""
     m = counts if prior.cap is None else counts.clamp(max=prior.cap)
     return (m / (prior.clients - m) if step is None else (1 + m) / (step - m)).log()
-
-
-def _rate(prior: Process, step: int | None) -> float:
-    """Return the expected number of new atoms of a client."""
-    return prior.gamma / (prior.clients * (step or 1))
 
 
 def _places(prior: Process, atoms: int, neurons: int) -> int:
@@ -205,35 +200,6 @@ def best_assignment(gain: Tensor) -> Tensor:
     return torch.as_tensor(columns, dtype=torch.int64)
 
 
-def objective(prior: Process, terms: Tensor, counts: Tensor, alone: Tensor) -> float:
-    r"""Return twice the logarithm of the posterior of assignments, up to a constant (eq. 6).
-
-    .. math:: \sum_i \Bigl(\sum_d \frac{S_i^2}{P_i} - \mu_0^2 p_0 + 2 \log \frac{\gamma_0}{J}
-        + \kappa \log \frac{(m_i - 1)!\, (J - m_i)!}{(J - 1)!}\Bigr) - 2 \sum_j \log K_j!
-
-    without a ``cap``. A cap applies to each factor of the odds. The :func:`gains` of a client are
-    differences of the objective, except for :math:`K_j!` of other clients: if a client joins an
-    atom that only client :math:`j` had, :math:`K_j` decreases.
-
-    Args:
-        prior: Prior over neurons.
-        terms: Data term :math:`\sum_d S_i^2 / P_i` of each atom, ``[L]``.
-        counts: Number of clients :math:`m` of each atom, ``[L]``, at least 1.
-        alone: Number :math:`K` of atoms that only this client has, for each client, ``[J]``.
-    """
-    data = terms.sum() - len(terms) * (prior.mean.square() * prior.precision).sum()
-    others = torch.arange(1, prior.clients, dtype=torch.float64)
-    odds = torch.cat([others.new_zeros(1), _odds(prior, others, None).cumsum(0)])
-    shared = odds[counts.long() - 1].sum()
-    return float(data + prior.popularity * shared + _process(prior, len(terms), alone, None))
-
-
-def _process(prior: Process, atoms: int, alone: Tensor, step: int | None) -> Tensor:
-    """Return the part of the objective due to new atoms and to atoms of a single client."""
-    rate = torch.tensor(_rate(prior, step), dtype=torch.float64)
-    return 2 * (atoms * rate.log() - (alone.double() + 1).lgamma().sum())
-
-
 class _State:
     """Assignments and their sufficient statistics."""
 
@@ -255,37 +221,30 @@ class _State:
         self.sums = self.past.sums.double().clone()
         self.precisions = self.past.precisions.double().clone()
         self.counts = torch.zeros(len(self.sums), dtype=torch.float64)
-        #: Sum of S^2 / P of each atom, cached because few atoms change at a time.
-        self.terms = (self.sums.square() / self.precisions).sum(1)
 
     def add(self, client: int, atoms: Tensor) -> None:
         """Assign the neurons of a client. New atoms start from the prior."""
         more = max(int(atoms.max()) + 1 - len(self.counts), 0)
         begin = (self.prior.mean * self.prior.precision).double().expand(more, -1)
         self.sums = torch.cat([self.sums, begin])
-        self.precisions = torch.cat(
-            [self.precisions, self.prior.precision.double().expand(more, -1)]
-        )
+        new = self.prior.precision.double().expand(more, -1)
+        self.precisions = torch.cat([self.precisions, new])
         self.counts = torch.cat([self.counts, self.counts.new_zeros(more)])
-        self.terms = torch.cat([self.terms, self.terms.new_zeros(more)])
-        self.assignments = {**self.assignments, client: atoms}
+        self.assignments[client] = atoms
         self._count(client, atoms, 1)
 
     def remove(self, client: int) -> None:
         """Remove a client, and the atoms that only it had."""
-        self._count(client, self.assignments[client], -1)
-        self.assignments = {i: atoms for i, atoms in self.assignments.items() if i != client}
+        self._count(client, self.assignments.pop(client), -1)
         self.drop_empty()
 
     def drop_empty(self) -> None:
         """Remove atoms without clients."""
         kept = self.counts > 0
         kept[: len(self.past.sums)] = True
-        if kept.all():
-            return
         place = kept.cumsum(0) - 1
         self.sums, self.precisions = self.sums[kept], self.precisions[kept]
-        self.counts, self.terms = self.counts[kept], self.terms[kept]
+        self.counts = self.counts[kept]
         self.assignments = {i: place[atoms] for i, atoms in self.assignments.items()}
 
     def _count(self, client: int, atoms: Tensor, sign: int) -> None:
@@ -293,39 +252,13 @@ class _State:
         self.sums.index_add_(0, atoms, own * self.values[client], alpha=sign)
         self.precisions.index_add_(0, atoms, own.expand(len(atoms), -1), alpha=sign)
         self.counts.index_add_(0, atoms, torch.ones(len(atoms)).double(), alpha=sign)
-        self.terms[atoms] = (self.sums[atoms].square() / self.precisions[atoms]).sum(1)
-
-    def objective(self) -> float:
-        """Return the objective of all clients; in a stream, the gain of this step."""
-        old, assigned = len(self.past.sums), self.all_assignments()
-        alone = torch.stack([((self.counts[a] == 1) & (a >= old)).sum() for a in assigned])
-        if self.step is None:
-            return objective(self.prior, self.terms, self.counts, alone)
-        data = self.terms.sum() - (self.past.sums.square() / self.past.precisions).sum()
-        new = self.counts[old:]
-        data = data - len(new) * (self.prior.mean.square() * self.prior.precision).sum()
-        shared = _odds(self.prior, torch.zeros(()).double(), self.step) * (new - 1).sum()
-        for client, atoms in enumerate(assigned):
-            odds = _odds(self.prior, self.past.uses[client], self.step)
-            shared = shared + odds[atoms[atoms < old]].sum()
-        process = _process(self.prior, len(new), alone, self.step)
-        return float(data + self.prior.popularity * shared + process)
-
-    def all_assignments(self) -> list[Tensor]:
-        """Return the atoms of all clients, which must be assigned."""
-        return [self.assignments[client] for client in range(len(self.values))]
 
     def uses(self) -> Tensor:
         """Return the number of steps in which each client had each atom, ``[J, L]``."""
-        uses = self._earlier()
-        for client, atoms in self.assignments.items():
-            uses[client, atoms] += 1
-        return uses
-
-    def _earlier(self) -> Tensor:
-        """Return the number of earlier steps in which each client had each atom, ``[J, L]``."""
         uses = self.counts.new_zeros(len(self.values), len(self.counts))
         uses[:, : self.past.uses.shape[1]] = self.past.uses
+        for client, atoms in self.assignments.items():
+            uses[client, atoms] += 1
         return uses
 
     def begin(self, start: Sequence[Tensor | None], order: Sequence[int]) -> None:
@@ -341,7 +274,7 @@ class _State:
     def place(self, client: int) -> None:
         """Match an unassigned client to the atoms of the others."""
         own, values = self.own[client], self.values[client]
-        counts = self.counts if self.step is None else self._earlier()[client]
+        counts = self.counts if self.step is None else self.uses()[client]
         gain = gains(self.prior, self.sums, self.precisions, counts, values, own, self.step)
         atoms = best_assignment(gain)
         fresh = atoms >= len(self.counts)
@@ -365,7 +298,7 @@ def match(
     A greedy pass places the clients one after another, from the widest, each by the Hungarian
     method. Then each sweep removes every client in turn and places it again. The best assignment of
     a single client can slightly decrease the total objective, because its gains ignore the number
-    of atoms that only other clients have; see :func:`objective`.
+    of atoms that only other clients have.
 
     Args:
         prior: Prior over neurons.
@@ -394,7 +327,6 @@ def match(
     state, clients = _State(prior, values, own, past), range(len(values))
     widest = sorted(clients, key=lambda client: -len(values[client]))
     state.begin(start or [None] * len(values), widest if orders is None else orders[0])
-    history = [state.objective()]
     for sweep in range(sweeps):
         if orders is None:
             order = torch.randperm(len(values), generator=generator).tolist()
@@ -403,8 +335,6 @@ def match(
         for client in order:
             state.remove(client)
             state.place(client)
-        history.append(state.objective())
     after = Posterior(state.sums, state.precisions, state.uses(), state.past.steps + 1)
-    return Matching(
-        state.all_assignments(), state.sums, state.precisions, state.counts, history, after
-    )
+    assignments = [state.assignments[client] for client in clients]
+    return Matching(assignments, state.sums, state.precisions, state.counts, after)

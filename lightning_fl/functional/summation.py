@@ -32,9 +32,10 @@ BITS = 32
 #: Number of bins per coordinate. A total has at least ``BITS * (BINS - 1)`` bits below the largest
 #: addend.
 BINS = 3
-#: Number of rows, and of elements, to add at once on a CPU, limited by its cache, and on other
-#: devices.
-ROWS, PIECE, DEVICE_PIECE = 20, 2**17, 2**22
+#: Number of elements to add at once on a CPU, limited by its cache, and on other devices.
+PIECE, DEVICE_PIECE = 2**17, 2**22
+#: Number of rows that are added together.
+ROWS = 20
 #: Largest size of rows that wait until there are ``ROWS`` of them, in bytes.
 WAITING = 2**26
 
@@ -121,7 +122,9 @@ class VectorSum:
     def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the total in pieces, each with its place."""
         whole = None if self._bins is None else self.bins()
-        for columns in _columns(self.length, torch.device(self.device)):
+        width = PIECE if torch.device(self.device).type == "cpu" else DEVICE_PIECE
+        for start in range(0, self.length, width):
+            columns = slice(start, min(start + width, self.length))
             if whole is None:
                 bins = empty_sum((columns.stop - columns.start,), self.device)
                 self._add_waiting(bins, columns)
@@ -168,18 +171,8 @@ class VectorSum:
             self._bins = self._bins.to(device)
 
 
-def _columns(length: int, device: torch.device) -> Iterator[slice]:
-    """Yield the places of the pieces of a vector that are processed at once."""
-    width = PIECE if device.type == "cpu" else DEVICE_PIECE
-    for start in range(0, length, width):
-        yield slice(start, min(start + width, length))
-
-
 def add_rows(total: Tensor | VectorSum, rows: Tensor, weights: Tensor | None = None) -> None:
     r"""Add :math:`\sum_k w_k x_k` to a sum, in place.
-
-    On a CPU only the coordinates that require a shift of bins are shifted. On other devices all
-    coordinates are processed in the same way.
 
     Args:
         total: Sum, ``[BINS + 1, P]``, or a :class:`VectorSum`.
@@ -200,69 +193,23 @@ def add_rows(total: Tensor | VectorSum, rows: Tensor, weights: Tensor | None = N
     if not rows.numel():
         return
     factors = total.new_ones(len(rows)) if weights is None else weights.to(total)
-    if total.device.type != "cpu":
-        width = max(DEVICE_PIECE // len(rows), 1)
-        for state, piece in zip(total.split(width, 1), rows.split(width, 1), strict=True):
-            _add_alike(state, piece, factors)
-    else:
-        _add_in_cache(total, rows, factors)
+    width = max((PIECE if total.device.type == "cpu" else DEVICE_PIECE) // len(rows), 1)
+    for state, piece in zip(total.split(width, 1), rows.split(width, 1), strict=True):
+        _add_piece(state, piece, factors)
 
 
-def _add_alike(total: Tensor, rows: Tensor, factors: Tensor) -> None:
-    """Add weighted rows; all coordinates are processed in the same way."""
+def _add_piece(total: Tensor, rows: Tensor, factors: Tensor) -> None:
     addends = rows.to(total) * factors[:, None]
-    state = _moved(total, _scale_for(addends.abs().amax(0)))
-    rest = addends * state[-1]
-    for unit_bin, anchor in zip(state[:-1], _ANCHORS, strict=True):
-        rounded = (rest + anchor) - anchor
+    rest = addends * total[-1]
+    # Bins are shifted up for too large addends. These are rare, but other devices would wait for
+    # the answer whether there are any.
+    if total.device.type != "cpu" or not float(rest.abs().amax()) < _LIMIT:
+        total.copy_(_moved(total, _scale_for(addends.abs().amax(0))))
+        rest = addends * total[-1]
+    for unit_bin, anchor in zip(total[:-1], _ANCHORS, strict=True):
+        rounded = (rest + anchor).sub_(anchor)
         unit_bin += rounded.sum(0)
-        rest = rest - rounded
-    total.copy_(state)
-
-
-def _add_in_cache(total: Tensor, rows: Tensor, factors: Tensor) -> None:
-    """Add weighted rows on a CPU, in pieces that stay in its cache."""
-    for some, factor in zip(rows.split(ROWS), factors.split(ROWS), strict=True):
-        width = max(PIECE // len(some), 1)
-        memory = total.new_empty(2, len(some), min(width, total.shape[1]))
-        for state, piece in zip(total.split(width, 1), some.split(width, 1), strict=True):
-            addends, rest = memory[..., : piece.shape[1]]
-            addends.copy_(piece).mul_(factor[:, None])
-            torch.mul(addends, state[-1], out=rest)
-            if (at := _too_large(rest)) is not None:
-                _shift(state, at, _scale_for(addends[:, at].abs().amax(0)))
-                rest[:, at] = addends[:, at] * state[-1, at]
-            _add_slices(state, rest, addends)
-
-
-def _too_large(rest: Tensor) -> Tensor | slice | None:
-    """Return an index of the coordinates with bins to shift up, or None."""
-    low, high = map(float, rest.aminmax())
-    if -_LIMIT < low <= high < _LIMIT:
-        return None
-    if rest.ndim > 1:
-        rest = rest.abs().amax(0)
-    columns = (~(rest < _LIMIT)).nonzero()[:, 0]
-    return columns if len(columns) < len(rest) // 8 else slice(None)
-
-
-def _shift(state: Tensor, at: Tensor | slice, scale: Tensor) -> None:
-    """Shift the bins of some coordinates up to a scale."""
-    part = state[:, at]
-    if part[:-1].any():
-        state[:, at] = _moved(part, scale)
-    else:  # an empty sum has nothing to shift
-        state[-1, at] = torch.minimum(scale, part[-1])
-
-
-def _add_slices(state: Tensor, rest: Tensor, rounded: Tensor) -> None:
-    """Add scaled addends ``rest``, ``[k, P]``, to the bins; both arguments are overwritten."""
-    ones = rest.new_ones(len(rest))
-    for i, (unit_bin, anchor) in enumerate(zip(state[:-1], _ANCHORS, strict=True)):
-        torch.add(rest, anchor, out=rounded).sub_(anchor)
-        unit_bin += ones @ rounded if len(rounded) > 1 else rounded[0]
-        if i + 1 < BINS:
-            rest -= rounded
+        rest -= rounded
 
 
 def _scale_for(addend: Tensor) -> Tensor:
@@ -316,13 +263,7 @@ def sum_value(total: Tensor | VectorSum) -> Tensor:
     Args:
         total: Sum, ``[BINS + 1, ...]``, or a :class:`VectorSum`.
     """
-    if isinstance(total, VectorSum):
-        return total.value()
-    value = torch.empty_like(total[0])
-    flat, out = total.reshape(BINS + 1, -1), value.view(-1)
-    for columns in _columns(len(out), total.device):
-        out[columns] = _value(flat[:, columns])
-    return value
+    return total.value() if isinstance(total, VectorSum) else _value(total)
 
 
 def _value(total: Tensor) -> Tensor:

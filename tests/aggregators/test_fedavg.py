@@ -5,7 +5,7 @@ import torch
 
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.contracts.context import Federation
-from lightning_fl.functional import weighted_mean
+from lightning_fl.functional.averaging import weighted_mean
 from lightning_fl.types import ClientUpdate, Cohort
 
 

@@ -23,7 +23,7 @@ from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAdam, FedAvg, FedAvgM
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.functional import RandomStream, generator
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.objectives import Proximal, RepresentationMatching
 from lightning_fl.partition import IID, QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, HyperparameterPolicy, Schedule

@@ -60,16 +60,6 @@ def saved(folder):
     return {"dataset": str(folder / "saved"), "input": "x", "partition_by": "site"}
 
 
-def stored(folder):
-    h5py = pytest.importorskip("h5py", reason='needs pip install ".[hdf5]"')
-    with h5py.File(folder / "train.h5", "w") as file:
-        for client in range(5):
-            x, y = numbers(client, 8)
-            file[f"examples/site {client}/pixels"] = x
-            file[f"examples/site {client}/label"] = y
-    return {"path": str(folder / "train.h5"), "val_size": 4}
-
-
 def owned(name, **init_args):
     return {"class_path": f"{__name__}.{name}", "init_args": init_args}
 
@@ -81,7 +71,6 @@ ADAPTERS = {
         "batch_size": 4,
     },
     "FromHuggingFace": saved,
-    "FromHDF5": stored,
     "FederatedDataModule": lambda folder: {"train": owned("Hospital", seed=1), "num_clients": 5},
 }
 

@@ -38,7 +38,7 @@ def test_a_test_needs_test_samples():
     data = federated()
     data.setup("test")
     for loader in (data.test_dataloader, data.predict_dataloader):
-        with pytest.raises(FederationError, match="has no test samples: pass test="):
+        with pytest.raises(FederationError, match="has no test samples: pass"):
             loader()
 
 

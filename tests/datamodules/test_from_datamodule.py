@@ -94,15 +94,12 @@ def test_samples_labels_and_validation_are_those_of_the_loaders():
     assert [len(y) for _, y in data.val_dataloader()] == [7, 3]
 
 
-def test_options_given_are_used_instead_of_the_loaders():
-    data = FromDataModule(Mine(drop_last=True), batch_size=None, eval_batch_size=4, num_clients=5)
+def test_a_batch_size_is_used_instead_of_that_of_the_loaders():
+    data = FromDataModule(Mine(drop_last=True), batch_size=None, num_clients=5)
     data.setup("fit")
     data.setup("test")
-    assert (data.batch_size, data.eval_batch_size, data.drop_last) == (None, 4, True)
-    assert [len(y) for _, y in data.test_dataloader()] == [4, 4, 4]
-    data = FromDataModule(Mine(drop_last=True), drop_last=False)
-    data.setup("fit")
-    assert not data.drop_last
+    assert (data.batch_size, data.eval_batch_size, data.drop_last) == (None, 3, True)
+    assert [len(y) for _, y in data.test_dataloader()] == [3, 3, 3, 3]
 
 
 def test_loaders_of_one_data_set_have_their_own_collate_fn():
@@ -130,9 +127,6 @@ def test_loaders_of_one_data_set_have_their_own_collate_fn():
     assert {int(sign) for _, sign in data.train_dataloader()} == {1}
     assert {int(sign) for _, sign in data.val_dataloader()} == {2}
     assert {int(sign) for _, sign in data.test_dataloader()} == {3}
-    data = FromDataModule(OneSet(), num_clients=2, collate_fn=marked(4))
-    data.setup("fit")
-    assert {int(sign) for _, sign in data.val_dataloader()} == {4}
 
 
 def test_samples_are_held_out_without_a_validation_loader():
@@ -291,21 +285,6 @@ def test_samples_after_a_teardown_are_split_again():
         data.teardown("fit")
 
 
-def start(worker):
-    get_worker_info().dataset.file = 3
-
-
-def test_loader_processes_are_started_as_those_of_the_loader():
-    class Starting(LightningDataModule):
-        def train_dataloader(self):
-            return DataLoader(Opened(0), batch_size=4, num_workers=1, worker_init_fn=start)
-
-    data = FromDataModule(Starting(), num_clients=4, num_workers=1, val_size=0)
-    data.setup("fit")
-    x, _ = next(iter(data.train_dataloader()))
-    assert x.unique().tolist() == [3]
-
-
 def test_hyperparameters_are_those_of_the_data_module(tmp_path):
     class Saving(Mine):
         def __init__(self, augment=True):
@@ -335,8 +314,9 @@ def test_what_is_no_data_module_is_refused():
     for wrong in (TensorDataset(torch.zeros(3)), FederatedDataModule()):
         with pytest.raises(FederationError, match=f"that is not a .*, got {type(wrong).__name__}"):
             FromDataModule(wrong)
-    with pytest.raises(TypeError, match="val"):
-        FromDataModule(Mine(), val=TensorDataset(torch.zeros(3)))
+    for option in ("val", "eval_batch_size", "drop_last", "collate_fn"):
+        with pytest.raises(TypeError, match=option):
+            FromDataModule(Mine(), **{option: None})
 
 
 class Unseeded(LightningDataModule):
@@ -395,3 +375,18 @@ def test_a_module_finds_what_it_reads_from_its_data_module(tmp_path):
     with pytest.raises(AttributeError, match="'Normalized' object has no attribute 'std'"):
         _ = data.std
     assert copy.deepcopy(data).mean == 0.5
+
+
+def start(worker):
+    get_worker_info().dataset.file = 3
+
+
+def test_loader_processes_are_started_as_those_of_the_loader():
+    class Starting(LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(Opened(0), batch_size=4, num_workers=1, worker_init_fn=start)
+
+    data = FromDataModule(Starting(), num_clients=4, num_workers=1, val_size=0)
+    data.setup("fit")
+    x, _ = next(iter(data.train_dataloader()))
+    assert x.unique().tolist() == [3]

@@ -21,12 +21,6 @@ from lightning_fl.types import FederationError
 from numbered import Lists, federated, having, held, lists, numbered, rng
 
 
-def test_held_out_samples_have_the_labels_proportions():
-    labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)[torch.randperm(100, generator=rng())]
-    data = federated(TensorDataset(torch.arange(100.0), labels), val_size=0.2)
-    assert labels[held(data)].bincount().tolist() == [10, 6, 4]
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     labels=st.lists(st.integers(0, 4), min_size=1, max_size=80).map(torch.tensor),
@@ -176,7 +170,6 @@ def test_a_stratified_split_gives_all_clients_the_same_classes_and_needs_labels(
         ([0] * 99, r"shape \(99,\)"),
         ([[0, 1]] * 60, r"shape \(60, 2\)"),
         (["a"] * 60, "none: number the classes"),
-        ([1j] * 60, r"shape \(60,\) of torch.complex64"),
     ],
 )
 @pytest.mark.parametrize("partition", [IID(), ByLabel()])
@@ -197,14 +190,6 @@ def test_keys_are_an_argument_or_an_attribute():
     both = federated(having(keys=[0] * 6), partition=Natural(), num_clients=3, keys=keys)
     for data in (by_argument, by_attribute, both):
         assert lists(data.parts) == [[4], [1, 2, 5], [0, 3]]
-
-
-def test_natural_clients_hold_what_validation_leaves_of_their_samples():
-    keys = torch.arange(60) // 15
-    data = federated(partition=Natural(), keys=keys, val_size=0.25)
-    for client, part in enumerate(data.parts):
-        assert set(keys[part].tolist()) == {client}
-    assert sorted([*torch.cat(data.parts).tolist(), *held(data)]) == list(range(60))
 
 
 def test_natural_clients_do_not_vanish():
@@ -229,36 +214,23 @@ def test_a_hold_out_that_leaves_all_clients_is_the_same_with_keys():
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (None, r"Natural needs a key for each training sample: pass keys="),
-        ([1, 2, 3], r"Natural needs one key for each of the 60 training samples, got \(3,\)"),
-    ],
-)
-def test_keys_that_do_not_fit_are_refused(keys, words):
-    with pytest.raises(FederationError, match=words):
-        federated(partition=Natural(), num_clients=1, keys=keys)
-
-
-@pytest.mark.parametrize(
     "keys",
     [
+        None,
+        [1, 2, 3],
+        lambda: [],
         [1.0, float("nan"), 2.0] * 20,
         ["a", None, "b"] * 20,
         ["a", float("nan"), "b"] * 20,
-        np.array(["a", float("nan"), "b"] * 20, dtype=object),
         np.array(["2020-01-01", "NaT", "2021-01-01"] * 20, dtype="datetime64[D]"),
+        ["1", 1] * 30,
     ],
 )
-def test_samples_without_a_key_are_no_client(keys):
-    with pytest.raises(FederationError, match=r"needs a key for each .* none None or NaN"):
-        federated(partition=Natural(), num_clients=None, keys=keys)
-
-
-@pytest.mark.parametrize("keys", [["1", 1] * 30, np.array(["a", 1] * 30, dtype=object)])
-def test_keys_of_several_types_are_refused(keys):
-    with pytest.raises(FederationError, match=r"all of one type .*, got int, str: remove samples"):
-        federated(partition=Natural(), num_clients=None, keys=keys)
+def test_keys_that_do_not_fit_are_refused(keys):
+    words = r"Natural needs a key for each of the .* all of one type and none None or NaN, got"
+    train, options = (having(keys=keys), {}) if callable(keys) else (None, {"keys": keys})
+    with pytest.raises(FederationError, match=words):
+        federated(train, partition=Natural(), num_clients=None, **options)
 
 
 class Column:
@@ -282,21 +254,12 @@ class Column:
     [
         Column([1, 1, 1, 0, 0, 0]),
         np.array([0, 0, 0, 1, 1, 1])[::-1],
-        np.array([1, 1, 1, 0, 0, 0], dtype=">i4"),
     ],
 )
 def test_labels_may_be_any_column_of_numbers(labels):
     for train, options in ((having(targets=labels), {}), (having(), {"labels": labels})):
         data = federated(train, partition=ByLabel(), num_clients=2, val_size=0, **options)
         assert lists(data.parts) == [[3, 4, 5], [0, 1, 2]]
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32])
-def test_labels_may_be_integers_of_any_type(dtype):
-    labels = (torch.arange(60) % 2).to(dtype)
-    for partition in (IID(), Dirichlet(), ByLabel()):
-        data = federated(TensorDataset(torch.arange(60.0), labels), partition=partition, val_size=8)
-        assert data.class_counts.sum(0).tolist() == [26, 26]
 
 
 def test_large_numbers_are_no_classes_to_count():
@@ -315,11 +278,6 @@ def test_keys_of_a_subset_are_those_of_its_samples():
         for client, part in enumerate(data.parts):
             assert {int(keys[index[i]]) for i in part.tolist()} == {client}
         assert data.client_names == list("abcd")
-
-
-def test_a_method_called_keys_is_no_key():
-    with pytest.raises(FederationError, match="Natural needs a key"):
-        federated(having(keys=lambda: []), partition=Natural(), num_clients=1)
 
 
 def test_only_rules_that_know_their_clients_can_do_without_a_number(tmp_path):
@@ -412,16 +370,34 @@ def test_a_stream_needs_a_sample_a_step(blobs):
         FederatedDataModule(blobs(), stream_steps=0)
 
 
-def test_a_manifest_of_other_data_is_refused(tmp_path):
-    federated(val_size=0.25).manifest().write(tmp_path / "split.json")
-    rule = FromManifest(tmp_path / "split.json")
-    with pytest.raises(FederationError, match="is for 60 samples, but the run has 61"):
-        federated(numbered(61), partition=rule)
-    with pytest.raises(FederationError, match="is for 4 clients, but the run has 5"):
-        federated(partition=rule, num_clients=5)
-    x, y = numbered().tensors
-    with pytest.raises(FederationError, match=r"gives client \d the classes"):
-        federated(TensorDataset(x, y.sort().values), partition=rule)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_targets_that_are_not_finite_are_refused(value):
+    y = torch.rand(60)
+    y[7] = value
+    with pytest.raises(FederationError, match="targets must be finite numbers: remove NaN"):
+        federated(TensorDataset(torch.arange(60.0), y), partition=Dirichlet())
+
+
+def test_held_out_samples_have_the_labels_proportions():
+    labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)[torch.randperm(100, generator=rng())]
+    data = federated(TensorDataset(torch.arange(100.0), labels), val_size=0.2)
+    assert labels[held(data)].bincount().tolist() == [10, 6, 4]
+
+
+def test_natural_clients_hold_what_validation_leaves_of_their_samples():
+    keys = torch.arange(60) // 15
+    data = federated(partition=Natural(), keys=keys, val_size=0.25)
+    for client, part in enumerate(data.parts):
+        assert set(keys[part].tolist()) == {client}
+    assert sorted([*torch.cat(data.parts).tolist(), *held(data)]) == list(range(60))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32])
+def test_labels_may_be_integers_of_any_type(dtype):
+    labels = (torch.arange(60) % 2).to(dtype)
+    for partition in (IID(), Dirichlet(), ByLabel()):
+        data = federated(TensorDataset(torch.arange(60.0), labels), partition=partition, val_size=8)
+        assert data.class_counts.sum(0).tolist() == [26, 26]
 
 
 def test_a_sample_in_two_rows_is_not_held_out():
@@ -463,9 +439,13 @@ def test_few_real_values_are_classes():
     assert [y[part].unique().tolist() for part in data.parts] == [[0.0], [1.0]]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_targets_that_are_not_finite_are_refused(value):
-    y = torch.rand(60)
-    y[7] = value
-    with pytest.raises(FederationError, match="targets must be finite numbers: remove NaN"):
-        federated(TensorDataset(torch.arange(60.0), y), partition=Dirichlet())
+def test_a_manifest_of_other_data_is_refused(tmp_path):
+    federated(val_size=0.25).manifest().write(tmp_path / "split.json")
+    rule = FromManifest(tmp_path / "split.json")
+    with pytest.raises(FederationError, match="is for 60 samples, but the run has 61"):
+        federated(numbered(61), partition=rule)
+    with pytest.raises(FederationError, match="is for 4 clients, but the run has 5"):
+        federated(partition=rule, num_clients=5)
+    x, y = numbered().tensors
+    with pytest.raises(FederationError, match=r"gives client \d the classes"):
+        federated(TensorDataset(x, y.sort().values), partition=rule)

@@ -275,13 +275,13 @@ def test_what_else_cannot_be_is_refused(train, monkeypatch):
     for number in ({"north": 1}, {**SIZES, "east": 2}):
         with pytest.raises(FederationError, match=r"or one for each of .*'south'.*, got {'north'"):
             streams(num_samples=number)
-    with pytest.raises(FederationError, match="at least 1, got None: streams have no length"):
+    with pytest.raises(FederationError, match="got None: the stream of 'north' has no length"):
         streams(num_samples=None)
     with pytest.raises(FederationError, match="num_samples must be None, or for streams"):
         FromClients([held_out(0)], num_samples=3)
     with pytest.raises(FederationError, match="num_samples must be an integer of at least 1"):
         streams(num_samples=0)
-    with pytest.raises(FederationError, match="give each client a stream"):
+    with pytest.raises(FederationError, match="clients must all have streams or all data sets"):
         FromClients([held_out(0), Once(1)], num_samples=3, val_size=0)
     with pytest.raises(FederationError, match="must be a map-style data set"):
         FromClients([DataLoader(Once(0), batch_size=2)], num_samples=3, val_size=0)

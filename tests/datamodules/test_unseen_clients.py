@@ -104,15 +104,6 @@ def test_a_manifest_records_them(tmp_path):
     assert again.checksum == data.checksum
 
 
-def test_a_manifest_without_them_has_no_entry_for_them(tmp_path):
-    written().manifest().write(tmp_path / "split.json")
-    text = (tmp_path / "split.json").read_text()
-    assert "unseen" not in text
-    (tmp_path / "split.json").write_text(text.replace('"seed"', '"unseen_clients": 5, "seed"'))
-    with pytest.raises(FederationError, match=r"an integer in \[0, 4\], got 5"):
-        Manifest.read(tmp_path / "split.json")
-
-
 def test_what_cannot_be_is_refused():
     with pytest.raises(FederationError, match=r"in \[0, 1\), got 1.0: pass a share"):
         written(unseen_clients=1.0)

@@ -20,7 +20,6 @@ from lightning_fl.functional.neuron_matching import (
     gains,
     match,
 )
-from lightning_fl.types import FederationError
 
 
 def rand(*shape, seed=0):
@@ -74,28 +73,17 @@ def test_gains_are_what_an_assignment_adds_to_the_objective(popularity):
         assert expected == pytest.approx(after - before, abs=1e-10)
 
 
-def test_the_objective_agrees_with_loops():
+def test_atoms_and_counts_agree_with_loops():
     prior = process(2, 3, gamma=0.4)
     values, own = [rand(3, 2, seed=s) for s in range(3)], [rand(2, seed=s).exp() for s in range(3)]
     start = [[0, 1, 2], [3, 1, 0], [3, 4, 5]]
     found = match(prior, values, own, sweeps=0, start=[torch.tensor(a) for a in start])
-    assert found.objective[0] == pytest.approx(plainly(prior, values, own, start), abs=1e-10)
     for atom in range(6):  # proposition 1
         holders = [(c, n) for c in range(3) for n in range(3) if start[c][n] == atom]
         top = prior.mean * prior.precision + sum(own[c] * values[c][n] for c, n in holders)
         low = prior.precision + sum(own[c] for c, _ in holders)
         torch.testing.assert_close(found.atoms[atom], top / low, rtol=1e-12, atol=1e-12)
     assert found.counts.tolist() == [2, 2, 1, 2, 1, 1]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_client_gets_the_best_of_all_assignments(seed):
-    gain = rand(3, 5, seed=seed)
-    found = best_assignment(gain)
-    best = max(
-        permutations(range(5), 3), key=lambda a: sum(float(gain[row, c]) for row, c in enumerate(a))
-    )
-    assert found.tolist() == list(best)
 
 
 def swept(prior, values, own, start, orders):
@@ -161,7 +149,6 @@ def test_sweeps_take_every_assignment_that_is_a_clients_best(popularity):
         options = {"start": [torch.tensor(a) for a in start], "orders": [[0, 1, 2], *orders]}
         found = match(prior, values, own, 3, **options)
         assert groups(found.assignments) == expected
-        assert found.objective == pytest.approx(objectives, abs=1e-9)
         fell += objectives != sorted(objectives)
     assert fell
 
@@ -206,19 +193,6 @@ def test_every_option_reaches_the_matching(how, option):
     assert any(merged(seed) != merged(seed, **option) for seed in (0, 1000, 2000))
 
 
-def test_identical_clients_collapse_and_far_ones_stay_apart():
-    prior, own = Process(torch.zeros(4), torch.full((4,), 0.1), 3), [torch.full((4,), 10.0)] * 3
-    values = 3 * rand(6, 4)
-    permuted = [
-        values[torch.randperm(6, generator=torch.Generator().manual_seed(s))] for s in (1, 2)
-    ]
-    found = match(prior, [values, *permuted], own)
-    assert len(found.atoms) == 6
-    torch.testing.assert_close(found.atoms, values * 30 / 30.1, rtol=1e-10, atol=1e-10)
-    far = [values, values + 40, values - 40]
-    assert len(match(prior, far, own).atoms) == 18
-
-
 def test_a_cap_and_a_limit():
     prior = Process(torch.zeros(1), torch.ones(1), 4, cap=2, most=3)
     gain = gains(
@@ -242,45 +216,6 @@ def test_at_the_limit_of_atoms_a_client_may_still_add_one(atoms, places):
     values = torch.zeros(3, 1).double()
     gain = gains(prior, old, old + 1, torch.ones(atoms).double(), values, torch.ones(1).double())
     assert gain.shape == (3, atoms + places)
-
-
-def test_the_limit_of_atoms_grows_by_one_with_each_client():
-    """Neurons are at right angles to each other: without a limit there would be twelve atoms."""
-    values, own = list((10 * torch.eye(12).double()).split(3)), [torch.ones(12).double()] * 4
-    nothing, one = torch.zeros(12), torch.ones(12)
-    prior, free = (Process(nothing, one, 4, most=most) for most in (3, None))
-    assert len(match(free, values, own, sweeps=0).atoms) == 12
-    found = match(prior, values, own, sweeps=0)
-    assert [int(a.max()) for a in found.assignments] == [2, 3, 4, 5]
-    alone = match(Process(nothing, one, 2, most=1), values[:2], own[:2], sweeps=0)
-    assert len(alone.atoms) == 4  # as many as the first client needs, and one
-
-
-def test_a_cap_counts_in_the_objective():
-    prior = process(2, 4, cap=1)
-    values = [rand(2, 2, seed=s) for s in range(4)]
-    own = [torch.ones(2).double()] * 4
-    start = [torch.tensor([0, 1])] * 3 + [torch.tensor([0, 2])]
-    found = match(prior, values, own, sweeps=0, start=start)
-    free = match(process(2, 4), values, own, sweeps=0, start=start)
-    # Atom 0 has four holders: log(1/3), log(2/2), log(3/1) became three times log(1/3).
-    rise = 2 * (log(2 / 2) + log(3 / 1) - 2 * log(1 / 3)) + 2 * (log(2 / 2) - log(1 / 3))
-    assert free.objective[0] - found.objective[0] == pytest.approx(rise)
-
-
-def test_popularity_weighs_who_else_has_an_atom_alone():
-    """Proposition 2 as printed has a factor of 1 there, and of 2 for new atoms."""
-    gain = {}
-    for popularity in (1.0, 2.0):
-        prior = Process(torch.zeros(1), torch.ones(1), 5, gamma=3.0, popularity=popularity)
-        counts = torch.tensor([1.0, 4.0]).double()
-        nothing = torch.zeros(2, 1).double()
-        gain[popularity] = gains(
-            prior, nothing, nothing + 1, counts, nothing, torch.zeros(1).double()
-        )
-    new = [2 * log(3 / 5), 2 * log(3 / 5) - 2 * log(2)]
-    np.testing.assert_allclose(gain[1.0][0], [log(1 / 4), log(4), *new], atol=1e-12)
-    np.testing.assert_allclose(gain[2.0][0], [2 * log(1 / 4), 2 * log(4), *new], atol=1e-12)
 
 
 def every_assignment(neurons, atoms):
@@ -355,9 +290,7 @@ def test_the_posterior_of_a_step_is_the_prior_of_the_next():
     for step in range(3):
         values = [3 * rand(2, 3, seed=10 * step + s) for s in range(2)]
         found = match(prior, values, own, past=past, generator=torch.Generator().manual_seed(step))
-        assert found.objective == sorted(found.objective)
         now = [a.tolist() for a in found.assignments]
-        assert found.objective[-1] == pytest.approx(streamed(prior, past, values, own, now))
         for client, atoms in enumerate(now):
             for neuron, atom in enumerate(atoms):
                 sums.setdefault(atom, prior.mean * prior.precision)
@@ -579,49 +512,60 @@ def test_class_counts_of_a_softmax_layer_on_pixels():
             assert float(last[k, pixel]) == pytest.approx(top / 2.5)
 
 
-def test_kernels_have_to_be_the_same():
-    with pytest.raises(FederationError, match=r"client 1 .* kernels \[\(2, 2\)"):
-        match_networks([filters(), filters(kernel=2)])
-
-
-def test_clients_of_different_widths_and_a_start():
-    nets = [network(4, 3, 3, seed=0), network(4, 6, 3, seed=20)]
-    found = match_networks(nets, None, MatchingOptions(gamma=5.0))
-    assert [len(a) for a in found.matchings[0].assignments] == [3, 6]
-    assert 6 <= found.widths[0] <= 9
-    again = match_networks(
-        nets,
-        None,
-        MatchingOptions(gamma=5.0, sweeps=0),
-        start=[m.assignments for m in found.matchings],
-    )
-    for (w, b), (v, c) in zip(again.layers, found.layers, strict=True):
-        torch.testing.assert_close(w, v)
-        torch.testing.assert_close(b, c)
-
-
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        (torch.tensor([[1, 0, 2], [3, 0, 1]]), "no client has a sample of class 1"),
-        (torch.ones(2, 2), "for 2 clients and 3 classes"),
-    ],
-)
 @pytest.mark.parametrize("how", [match_networks, match_upwards])
-def test_bad_class_counts_raise(how, counts, message):
-    with pytest.raises(FederationError, match=message):
-        how([network(4, 3, 3), network(4, 5, 3)], counts)
+def test_a_class_without_samples_weighs_clients_equally(how):
+    nets = [network(4, 3, 3), network(4, 5, 3, seed=20)]
+    zero, same = torch.tensor([[1, 0, 2], [3, 0, 1]]), torch.tensor([[1, 5, 2], [3, 5, 1]])
+    zero, same = (how(nets, counts, orders=[[0, 1]] * 6).layers for counts in (zero, same))
+    for one, other in zip(zero, same, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (network(4, 3, 3, 3), r"client 1 .* kernels \[\(\), \(\), \(\)\], client 0"),
-        (network(5, 3, 3), "client 1 .* 5 inputs, .* client 0 with 4 inputs"),
-        (network(4, 3, 2), "client 1 .* 2 classes"),
-        ([(torch.full((3, 4), torch.nan), torch.zeros(3)), *network(3, 3)], "non-finite"),
-    ],
-)
-def test_networks_that_do_not_fit_raise(other, message):
-    with pytest.raises(FederationError, match=message):
-        match_networks([network(4, 3, 3), other])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_client_gets_the_best_of_all_assignments(seed):
+    gain = rand(3, 5, seed=seed)
+    found = best_assignment(gain)
+    best = max(
+        permutations(range(5), 3), key=lambda a: sum(float(gain[row, c]) for row, c in enumerate(a))
+    )
+    assert found.tolist() == list(best)
+
+
+def test_identical_clients_collapse_and_far_ones_stay_apart():
+    prior, own = Process(torch.zeros(4), torch.full((4,), 0.1), 3), [torch.full((4,), 10.0)] * 3
+    values = 3 * rand(6, 4)
+    permuted = [
+        values[torch.randperm(6, generator=torch.Generator().manual_seed(s))] for s in (1, 2)
+    ]
+    found = match(prior, [values, *permuted], own)
+    assert len(found.atoms) == 6
+    torch.testing.assert_close(found.atoms, values * 30 / 30.1, rtol=1e-10, atol=1e-10)
+    far = [values, values + 40, values - 40]
+    assert len(match(prior, far, own).atoms) == 18
+
+
+def test_the_limit_of_atoms_grows_by_one_with_each_client():
+    """Neurons are at right angles to each other: without a limit there would be twelve atoms."""
+    values, own = list((10 * torch.eye(12).double()).split(3)), [torch.ones(12).double()] * 4
+    nothing, one = torch.zeros(12), torch.ones(12)
+    prior, free = (Process(nothing, one, 4, most=most) for most in (3, None))
+    assert len(match(free, values, own, sweeps=0).atoms) == 12
+    found = match(prior, values, own, sweeps=0)
+    assert [int(a.max()) for a in found.assignments] == [2, 3, 4, 5]
+    alone = match(Process(nothing, one, 2, most=1), values[:2], own[:2], sweeps=0)
+    assert len(alone.atoms) == 4  # as many as the first client needs, and one
+
+
+def test_popularity_weighs_who_else_has_an_atom_alone():
+    """Proposition 2 as printed has a factor of 1 there, and of 2 for new atoms."""
+    gain = {}
+    for popularity in (1.0, 2.0):
+        prior = Process(torch.zeros(1), torch.ones(1), 5, gamma=3.0, popularity=popularity)
+        counts = torch.tensor([1.0, 4.0]).double()
+        nothing = torch.zeros(2, 1).double()
+        gain[popularity] = gains(
+            prior, nothing, nothing + 1, counts, nothing, torch.zeros(1).double()
+        )
+    new = [2 * log(3 / 5), 2 * log(3 / 5) - 2 * log(2)]
+    np.testing.assert_allclose(gain[1.0][0], [log(1 / 4), log(4), *new], atol=1e-12)
+    np.testing.assert_allclose(gain[2.0][0], [2 * log(1 / 4), 2 * log(4), *new], atol=1e-12)

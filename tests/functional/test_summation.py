@@ -45,11 +45,10 @@ def check(value, rows):
             assert found == 0
 
 
-@pytest.fixture(autouse=True, params=["in cache", "alike"])
-def _both_ways(request, monkeypatch):
-    """Coordinates are looked for on a CPU, and treated alike elsewhere, with the same result."""
-    if request.param == "alike":
-        monkeypatch.setattr(summation, "_add_in_cache", summation._add_alike)
+@pytest.fixture(autouse=True, params=[2.0**31, 0.0])
+def _pieces_with_and_without_a_look_at_the_addends(request, monkeypatch):
+    """A limit of 0 shifts the bins for all addends, as on a GPU, with the same result."""
+    monkeypatch.setattr(summation, "_LIMIT", request.param)
     monkeypatch.setattr(summation, "PIECE", 16)
 
 
@@ -104,13 +103,6 @@ def test_halves_of_units_are_rounded_alike():
     for _ in range(30):
         order = torch.randperm(len(rows), generator=random)
         assert torch.equal(sum_value(total_of(rows[order])), expected)
-
-
-def test_sum_of_typical_updates_equals_fsum():
-    random = torch.Generator().manual_seed(0)
-    rows = torch.randn(50, 20, generator=random).double() * 1e-3 + 1
-    right = torch.tensor([math.fsum(column) for column in rows.T.tolist()], dtype=torch.float64)
-    assert torch.equal(sum_value(total_of(rows)), right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -201,6 +193,13 @@ def test_merged_sums_have_the_addends_of_both():
     add_rows(two, rows[1:])
     one.merge(two)
     assert torch.equal(sum_value(one), sum_value(total_of(rows)))
+
+
+def test_sum_of_typical_updates_equals_fsum():
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(50, 20, generator=random).double() * 1e-3 + 1
+    right = torch.tensor([math.fsum(column) for column in rows.T.tolist()], dtype=torch.float64)
+    assert torch.equal(sum_value(total_of(rows)), right)
 
 
 @pytest.mark.parametrize("size", [1, 2**30])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_fl.functional import entropy, entropy_hinge
+from lightning_fl.functional.entropy import entropy, entropy_hinge
 from lightning_fl.objectives import EntropyRegularizer, ModelView, Proximal, WeightDivergence
 from lightning_fl.types import FederationError
 

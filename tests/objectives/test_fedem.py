@@ -122,7 +122,7 @@ def test_rounds_are_the_algorithm(federation, floor):
 def _clients(data, round):
     """The cohort of a round, drawn as the loop does."""
     loop = FederatedLoop(seed=2, client_fraction=0.75)
-    from lightning_fl.functional import RandomStream, generator
+    from lightning_fl.functional.randomness import RandomStream, generator
 
     random = generator(2, RandomStream.COHORT, round)
     return loop.options.sampler.sample(round, 3, data.num_samples, random).sort().values.tolist()

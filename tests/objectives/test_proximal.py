@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fl.functional import proximal_penalty
+from lightning_fl.functional.proximal import proximal_penalty
 from lightning_fl.objectives import ModelView, Proximal
 
 

@@ -361,7 +361,6 @@ class NeuronMatching(Aggregator):
             **{f"width_{i + 1}": float(width) for i, width in enumerate(merged.widths)},
             "neurons": float(sum(len(a) for m in matchings for a in m.assignments)),
             "popularity": float(torch.cat([m.counts for m in matchings]).mean()),
-            "objective": float(sum(m.objective[-1] for m in matchings)),
             **point,
             **searched,
             **({} if layer is None else {"layer": layer + 1.0}),
@@ -424,7 +423,7 @@ class NeuronMatching(Aggregator):
         return read_table(self.places)
 
     def metrics(self) -> dict[str, float]:
-        """Return widths, number of client neurons, mean clients per atom, objective and options."""
+        """Return widths, number of client neurons, mean clients per atom, and options."""
         return self.round_metrics
 
     def plot(self) -> Figure | None:
