@@ -32,9 +32,10 @@ class ClusteredFL(Aggregator):
 
     the cluster is split in two by agglomerative clustering of the cosine similarities between
     client updates. Each model is then updated with the mean of its clients,
-    :math:`W_c \leftarrow W_c + \bar\Delta_c`. After a split both parts start from the model of
-    the parent cluster. Norms and cosines are computed over parameters, without BatchNorm
-    statistics, as in the authors' program (felisat/clustered-federated-learning).
+    :math:`W_c \leftarrow W_c + \bar\Delta_c`; both parts of a split start from the model of the
+    parent cluster, and move by the means of their own clients. Norms and cosines are computed over
+    parameters, without BatchNorm statistics. All this is as in the authors' program
+    (felisat/clustered-federated-learning).
 
     Only clients of the current round are considered. A cluster without sampled clients keeps its
     model. Clients that are not sampled in the round of a split stay in the first part. Cluster
@@ -55,10 +56,6 @@ class ClusteredFL(Aggregator):
             paper's criterion.
         weighting: ``samples`` weights a client by its number of samples. ``uniform`` gives all
             clients equal weight.
-        split_update: Model update in the round of a split. ``parts`` updates each part with the
-            mean of its own clients (the authors' program, which splits before aggregation).
-            ``cluster`` updates both parts with the mean of the whole cluster, so that both are
-            equal at the start of the next round (aggregation before the split).
 
     Raises:
         FederationError: If an option is out of range.
@@ -79,9 +76,6 @@ class ClusteredFL(Aggregator):
     cluster_of: Tensor
     tree: Tensor
     round: Tensor
-    ids: list[Tensor] | Tensor
-    deltas: list[Tensor] | Tensor
-    sizes: list[Tensor] | Tensor
 
     def __init__(
         self,
@@ -91,7 +85,6 @@ class ClusteredFL(Aggregator):
         min_size: int = 3,
         linkage: Literal["complete", "single"] = "complete",
         weighting: Literal["samples", "uniform"] = "samples",
-        split_update: Literal["parts", "cluster"] = "parts",
     ) -> None:
         super().__init__()
         self.eps1 = check_number("eps1", eps1, min=0)
@@ -100,7 +93,6 @@ class ClusteredFL(Aggregator):
         self.min_size = check_integer("min_size", min_size, min=2)
         self.linkage = check_choice("linkage", linkage, "complete", "single")
         self.weighting = check_choice("weighting", weighting, "samples", "uniform")
-        self.split_update = check_choice("split_update", split_update, "parts", "cluster")
         self._norms: dict[str, float] = {}
 
     def allocate(self, server: Tensor) -> None:
@@ -164,9 +156,7 @@ class ClusteredFL(Aggregator):
         stands_still = mean_norm < self.eps1 and max_norm > self.eps2
         if stands_still and self.round > self.warmup and len(ids) >= self.min_size:
             apart = self.parts(parameters)
-            moved = moved * 2
-            if self.split_update == "parts":
-                moved = [before + weighted_mean(wide[p], weights[p]) for p in (~apart, apart)]
+            moved = [before + weighted_mean(wide[p], weights[p]) for p in (~apart, apart)]
             self.cluster_of[ids[apart]] = len(self.models)
             self.models = torch.cat([self.models, moved[1][None].to(self.models.dtype)])
             self.tree = torch.cat([self.tree, self.tree.new_tensor([[cluster, int(self.round)]])])

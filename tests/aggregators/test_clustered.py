@@ -5,14 +5,10 @@ from itertools import combinations
 import pytest
 import torch
 
-from lightning_fl import ClientModule
-from lightning_fl.aggregators import ClusteredFL, FedAvg
-from lightning_fl.callbacks import FederatedLoop, RunReport
+from lightning_fl.aggregators import ClusteredFL
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
-from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.similarity import cosine_similarity
-from lightning_fl.partition import Natural
 from lightning_fl.types import ClientUpdate, Cohort
 
 #: Four groups in a plane: two that point apart, each of two that are apart a little.
@@ -63,9 +59,7 @@ def test_clusters_split_and_split_again_with_the_clients_own_numbers():
     ("options", "models"),
     [
         ({}, [[12, 23], [8, 17]]),
-        ({"split_update": "cluster"}, [[10, 20], [10, 20]]),
         ({"weighting": "uniform"}, [[12, 22], [8, 17]]),
-        ({"weighting": "uniform", "split_update": "cluster"}, [[10, 19.5], [10, 19.5]]),
     ],
 )
 def test_a_split_by_hand(options, models):
@@ -205,14 +199,6 @@ def test_each_condition_keeps_them_together(options):
     assert len(rule.clusters()) == 1
 
 
-def test_without_splits_it_is_fedavg():
-    weights = torch.arange(1, 9)
-    found = run(ClusteredFL(warmup=99), 5, weights=weights)
-    torch.testing.assert_close(found, run(FedAvg(), 5, weights=weights), atol=1e-14, rtol=0)
-    uniform = run(ClusteredFL(warmup=99, weighting="uniform"), 5, weights=weights)
-    torch.testing.assert_close(uniform, run(FedAvg("uniform"), 5), atol=1e-14, rtol=0)
-
-
 def test_linkages_differ_on_a_chain():
     """Single linkage follows a chain and cuts its widest gap, complete linkage halves it."""
     angles = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.1], dtype=torch.float64)
@@ -232,28 +218,6 @@ def test_who_is_not_there_stays_and_comes_back_to_its_cluster():
     assert torch.equal(starts[1], rule.models[0])  # it has never been seen
     rule.compute()
     assert 200 in rule.clusters()[0]
-
-
-def test_a_federation_finds_its_groups(fit, tmp_path):
-    """Clients whose labels are turned: 0, 1, 2 learn y = x, and 3, 4, 5 learn y = -x."""
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(120, 2, generator=random, dtype=torch.float64)
-    y = (x[:, 0] > 0).long()
-    y[60:] = 1 - y[60:]
-    samples = torch.utils.data.TensorDataset(x, y)
-    keys = torch.arange(120).div(20, rounding_mode="floor").tolist()
-    options = {"num_clients": None, "partition": Natural(), "keys": keys, "seed": 1}
-    data = FederatedDataModule(samples, samples, **options)
-    torch.manual_seed(0)
-    net = torch.nn.Linear(2, 2)
-    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.2)).double()
-    rule = ClusteredFL(eps1=0.15, eps2=0.1, warmup=3, min_size=4)
-    loop = FederatedLoop(aggregator=rule, seed=0)
-    fit(module, loop, data, rounds=10, callbacks=[RunReport()])
-    assert rule.clusters() == [[0, 1, 2], [3, 4, 5]]
-    assert [row["clusters"] for row in loop.rows][-1] == 2
-    assert loop.rows[0]["max_norm"] > 0
-    assert (tmp_path / "aggregator.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("linkage", ["complete", "single"])

@@ -15,7 +15,6 @@ from lightning_fl.models import LeNet
 from lightning_fl.options import describe
 from lightning_fl.policies import Schedule
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import FederationError
 
 
 def module(seed=0, optimizer=torch.optim.SGD, **options):
@@ -108,16 +107,6 @@ def rule_orders(seed, round):
     return generator(seed, RandomStream.NEURONS, 0, round)
 
 
-@pytest.mark.slow
-def test_compiled_vectorized_clients_keep_layers_fixed(fit, images):
-    rule = Watch(seed=4)
-    one, _ = run(fit, images, FedMA(seed=4))
-    many, _ = run(fit, images, rule, wrap=lambda m: VectorizedClients(m, 3, compile=True))
-    assert not rule.module_chain.unpack(rule.seen[2][1][0], [(4, 1), (6, 4), (3, 6)])[1][0].any()
-    for a, b in zip(one.parameters(), many.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
-
-
 class Turns(ClientSampler):
     """Other clients in later rounds."""
 
@@ -166,13 +155,6 @@ def test_layers_draw_their_own_starts(fit, images):
     again = Watch(seed=4)
     run(fit, images, again, rounds=1)
     assert torch.equal(again.seen[0][0], starts)
-
-
-def test_a_frozen_last_layer_is_refused(fit, images):
-    made = module()
-    made.net[6].requires_grad_(False)
-    with pytest.raises(FederationError, match="trains only the last layer in its last round"):
-        run(fit, images, FedMA(), made=made)
 
 
 def test_what_the_user_froze_stays_frozen(fit, images):

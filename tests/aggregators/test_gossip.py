@@ -56,13 +56,6 @@ def test_the_mean_moves_as_the_mean_of_updates_and_models_meet(graph):
     assert rule.metrics()["consensus_distance"] < 1e-6 * max(before, 1)
 
 
-def test_everyone_with_everyone_is_fedavg(fit, foreign, flat):
-    modules = [foreign(optimizer="sgd", batchnorm=False, dropout=0.0) for _ in range(2)]
-    for module, rule in zip(modules, (Gossip("complete"), FedAvg("uniform")), strict=True):
-        fit(module, FederatedLoop(aggregator=rule, seed=0), rounds=3)
-    torch.testing.assert_close(flat(modules[0]), flat(modules[1]), atol=1e-12, rtol=0)
-
-
 def test_a_resumed_run_has_the_graph_of_its_checkpoint(fit, foreign, data, tmp_path, monkeypatch):
     """Also where nobody calls seed_everything again."""
 

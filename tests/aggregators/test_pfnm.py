@@ -109,10 +109,9 @@ def two_rounds(rule, made, rounds=2):
 
 
 @pytest.mark.parametrize("sizes", [(6, 8, 3), (6, 8, 5, 3)])
-@pytest.mark.parametrize("how", [{}, {"matching_start": "greedy"}], ids=str)
-def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes, how):
+def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes):
     """Client 3 was not in the first round, and client 1 is not in the second."""
-    options = {"gamma": 1.0, "client_variance": 0.3, "prior_variance": 5.0, "seed": 3, **how}
+    options = {"gamma": 1.0, "client_variance": 0.3, "prior_variance": 5.0, "seed": 3}
     once, ends = two_rounds(PFNM(**options), module(sizes), rounds=1)
     first = once.assignments()
     start = [
@@ -120,22 +119,19 @@ def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes, how):
         for layer in range(len(sizes) - 2)
     ]
     nets = [once.module_chain.unpack(end, once._clients.shapes) for end in ends]
-    given = {
-        name: value for name, value in options.items() if name not in ("seed", "matching_start")
-    }
+    given = {name: value for name, value in options.items() if name != "seed"}
 
     def expected(start):
         settings = MatchingOptions(**given, sweeps=3)
         found = match_networks(nets, None, settings, start=start, generator=once._orders())
         return found, [[m.assignments[row].tolist() for m in found.matchings] for row in range(3)]
 
-    network, atoms = expected(start if "matching_start" not in how else None)
+    network, atoms = expected(start)
     twice, _ = two_rounds(PFNM(**options), module(sizes))
     assert [twice.assignments()[client] for client in (0, 2, 3)] == atoms
     torch.testing.assert_close(twice.merged, once.module_chain.pack(network.layers))
     assert 8 < network.widths[0] < 24  # some neurons are shared, not all
-    # The option matters here.
-    assert [expected(begin)[1] == atoms for begin in (start, None)].count(True) == 1
+    assert expected(None)[1] != atoms
 
 
 def test_narrower_clients_stay_narrow(fit, data):
@@ -150,18 +146,6 @@ def test_narrower_clients_stay_narrow(fit, data):
     assert not first[0][1][3:].any()
     assert not first[1][0][:, 3:].any()
     assert first[0][0][:3].all()
-
-
-def test_clients_can_start_from_the_modules_own_network():
-    made = module()
-    rule = begun(PFNM(**ALL, start="server", widths=[8, 3]), made)
-    starts = rule.models_for(torch.tensor([0, 2, 1]))
-    assert torch.equal(starts[0], vector(made))
-    assert torch.equal(starts[1], vector(made))
-    weight, *_, out, bias = (p.detach() for p in made.parameters())
-    assert torch.equal(starts[2, :48].view(8, 6), torch.cat([weight[:3], 0 * weight[3:]]))
-    assert torch.equal(starts[2, 56:80].view(3, 8), torch.cat([out[:, :3], 0 * out[:, 3:]], 1))
-    assert torch.equal(starts[2, 80:], bias)
 
 
 def test_what_the_search_has_found_is_in_the_table(fit, data):
@@ -325,20 +309,14 @@ CONV = nn.Conv2d(1, 4, 3)
             "LayerNorm",
         ),
         ([nn.Linear(6, 3)], FLAT, "two or more layers"),
-        ([nn.Linear(6, 5, bias=False), nn.Linear(5, 3)], FLAT, "each with a bias"),
+        ([nn.Linear(6, 5, bias=False), nn.Linear(5, 3)], FLAT, "layers with biases"),
         ([nn.Linear(6, 5), nn.Linear(4, 3)], FLAT, "each layer must feed the next"),
         (
             [CONV, nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 3)],
             IMAGES,
-            "a convolution with groups=2",
+            "without groups",
         ),
-        (
-            [nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(36, 3)],
-            IMAGES,
-            "0 is a convolution with groups=2",
-        ),
-        ([CONV, nn.Conv2d(4, 3, 6), nn.Flatten()], IMAGES, "ends with a Conv2d"),
-        ([CONV, nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3)], IMAGES, "BatchNorm2d"),
+        ([CONV, nn.Conv2d(4, 3, 6), nn.Flatten()], IMAGES, "the last of them Linear"),
         (
             [CONV, nn.LocalResponseNorm(3, alpha=9.0), nn.Flatten(), nn.Linear(144, 3)],
             IMAGES,

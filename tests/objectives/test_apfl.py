@@ -19,7 +19,6 @@ from by_hand import (
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import PersonalizedEvaluation
 from lightning_fl.objectives import APFL
-from lightning_fl.types import FederationError
 
 
 def module(*terms, batchnorm=True, **options):
@@ -98,8 +97,3 @@ def test_limits(run):
     for name, value in v.items():
         torch.testing.assert_close(local(loop, client)[name], value, rtol=0, atol=1e-12)
     assert loop.store.get(client)["buffer.terms.0.weight"] == 1
-
-
-def test_clipping_of_the_joint_norm_is_refused(fit, data):
-    with pytest.raises(FederationError, match="joint norm"):
-        fit(module(APFL()), datamodule=data(), gradient_clip_val=1.0)

@@ -59,14 +59,6 @@ class Noting(ClientModule):
 # --- by hand --------------------------------------------------------------------------------------
 
 
-def test_a_samples_loss_is_its_cross_entropy(module, blobs):
-    x, y = blobs(7).tensors
-    made = module()
-    expected = cross_entropy(*own(made), x, y)[0]
-    torch.testing.assert_close(made.federated_losses((x, y)), expected)
-    torch.testing.assert_close(made.federated_losses((None, y), outputs=made(x)), expected)
-
-
 def test_the_loss_of_a_step_is_the_mean_plus_the_terms(module, blobs):
     batch = blobs(7).tensors
     made = module(terms=[Proximal(mu=0.5), Proximal(mu=0.1)])
@@ -188,15 +180,6 @@ def test_a_copy_of_the_beginning_is_kept_for_terms_only_and_not_after_the_fit(fi
     assert made.federated_global_parameters == ({} if terms else None)
 
 
-def test_weights_of_samples_make_a_weighted_mean(module, blobs):
-    x, y = blobs(7).tensors
-    made = module()
-    made._sample_weight = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0]).double()
-    losses = cross_entropy(*own(made), x, y)[0]
-    expected = losses[0] / 2 + losses[1] / 4 + losses[2] / 4
-    torch.testing.assert_close(made.training_step((x, y), 0).detach(), expected)
-
-
 def test_losses_of_steps_are_recorded_for_one_client_or_several_at_once(module):
     made = module()
     steps = [([1.0, 5.0, 4.0], [2, 1, 3]), ([3.0, 1.0, 0.0], [2, 3, 0])]
@@ -263,13 +246,6 @@ def test_a_checkpoint_holds_the_net_alone_and_no_optimiser_function(fit, module,
     assert dict(made.hparams) == {}
     again = ClientModule.load_from_checkpoint(tmp_path / "last.ckpt", net=nn.Linear(6, 3).double())
     assert torch.equal(again.net.weight, made.net.weight)
-
-
-def test_the_optimiser_is_what_was_asked_for(module):
-    found = module(optimizer=functools.partial(torch.optim.Adam, lr=0.3)).configure_optimizers()
-    assert isinstance(found, torch.optim.Adam)
-    assert found.param_groups[0]["lr"] == 0.3
-    assert isinstance(module().configure_optimizers(), torch.optim.SGD)
 
 
 # --- outside of a federation ----------------------------------------------------------------------

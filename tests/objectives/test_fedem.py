@@ -16,7 +16,6 @@ from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.mixture import (
-    floored_log_weights,
     log_responsibilities,
     mixture_log_probabilities,
 )
@@ -61,11 +60,10 @@ def federation(fit, blobs):
         policy=None,
         batch_size=7,
         module=None,
-        floor=0.0,
         **options,
     ):
         torch.manual_seed(0)
-        made = module or FedEM(nn.Linear(6, 3), components, sgd, floor=floor).double()
+        made = module or FedEM(nn.Linear(6, 3), components, sgd).double()
         data = FederatedDataModule(
             blobs(100), num_clients=4, batch_size=batch_size, partition=Dirichlet(0.5, 5), seed=1
         )
@@ -79,10 +77,9 @@ def federation(fit, blobs):
     return train
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.4])
-def test_rounds_are_the_algorithm(federation, floor):
+def test_rounds_are_the_algorithm(federation):
     """Everyone's samples in one batch, two local steps: M steps with fixed responsibilities."""
-    module, loop, data = federation(3, policy=Schedule(num_steps=2), batch_size=None, floor=floor)
+    module, loop, data = federation(3, policy=Schedule(num_steps=2), batch_size=None)
     start = FedEM(nn.Linear(6, 3), 2, sgd, seed=0).double()
     theta = torch.stack(
         [torch.cat([n.weight.flatten(), n.bias]).detach() for n in start.net]
@@ -98,8 +95,7 @@ def test_rounds_are_the_algorithm(federation, floor):
         moved, counts = [], []
         for client in plan:
             x, y = data.train.fetch(data.parts[client])
-            weights = pi.get(client, torch.full((2,), 0.5, dtype=torch.float64)).clamp(min=floor)
-            weights = weights / weights.sum()
+            weights = pi.get(client, torch.full((2,), 0.5, dtype=torch.float64))
             mass = weights * torch.exp(-losses(theta, x, y))
             q = mass / mass.sum(1, keepdim=True)
             own = theta.clone().requires_grad_()
@@ -157,19 +153,6 @@ def test_a_small_weight_is_not_rounded_to_zero():
     expected = torch.tensor([[0.0, -math.log(1e50)], [0.0, -math.log(1e60)]])
     torch.testing.assert_close(log_q, expected)
     assert responsibilities(losses, torch.tensor([0.5, 0.5]).log())[:, 1].tolist() == [0, 0]
-
-
-def test_a_weight_of_zero_is_a_responsibility_of_zero():
-    losses = torch.tensor([[9.0, 0.0], [1e4, 0.0]])
-    assert responsibilities(losses, torch.tensor([1.0, 0.0]).log()).tolist() == [[1, 0], [1, 0]]
-
-
-def test_a_floor_by_hand():
-    weights = torch.tensor([0.0, 0.04, 0.96], dtype=torch.float64)
-    found = floored_log_weights(weights.log(), 0.1).exp()
-    expected = torch.tensor([0.1, 0.1, 0.96], dtype=torch.float64) / 1.16
-    torch.testing.assert_close(found, expected, atol=1e-15, rtol=0)
-    assert torch.equal(floored_log_weights(weights.log(), 0.0), weights.log())
 
 
 def test_a_component_that_fits_badly_keeps_what_the_equation_gives_it():
@@ -262,11 +245,9 @@ def test_components_differ_and_belong_to_the_seed(monkeypatch):
     assert torch.equal(one.net[1].weight, FedEM(nn.Linear(6, 3), 1, seed=4).net[0].weight)
 
 
-def test_networks_with_buffers_and_floors_above_even_weights_are_refused():
+def test_networks_with_buffers_are_refused():
     with pytest.raises(FederationError, match="has buffers"):
         FedEM(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    with pytest.raises(FederationError, match=r"floor must be .* 0.4: the upper limit is 1/3"):
-        FedEM(nn.Linear(2, 2), floor=0.4)
 
 
 def test_components_that_cannot_be_drawn_are_refused():
@@ -278,9 +259,8 @@ def test_components_that_cannot_be_drawn_are_refused():
         def forward(self, x):
             return x @ self.weight
 
-    with pytest.raises(FederationError, match="all components have equal parameters"):
+    with pytest.raises(FederationError, match="cannot be drawn anew: implement reset_parameters"):
         FedEM(Own())
-    assert FedEM(Own(), components=1)
     layer = nn.Sequential(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), nn.Linear(4, 3))
     one, other, _ = FedEM(layer).net
     assert not torch.equal(one[0].self_attn.in_proj_weight, other[0].self_attn.in_proj_weight)

@@ -9,14 +9,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from by_hand import Batches
-from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.representation import matching_error, pad_to, unpool
 from lightning_fl.objectives import (
-    EntropyRegularizer,
     ModelView,
-    Proximal,
     Recorder,
     RepresentationMatching,
 )
@@ -282,11 +280,6 @@ def test_points_may_be_named():
     assert [point.nonlinearity for point in recorder.points] == [None] * 3
 
 
-def test_even_kernels_are_refused():
-    with pytest.raises(FederationError, match="kernel_size must be odd"):
-        RepresentationMatching(kernel_size=4)
-
-
 def test_a_forward_of_the_users_own_and_other_points_are_refused():
     class Mine(ClientModule):
         def forward(self, x):
@@ -383,20 +376,6 @@ def test_theta_belongs_to_the_client(federation):
     assert not any("terms" in name for name in module.state_dict())
     # Neither sent nor averaged: the vector that clients send is the network's.
     assert loop.runner.num_parameters == sum(p.numel() for p in module.net.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("net", [mlp, conv_pool_relu, conv_relu_pool])
-def test_compiled_vectorized_training_changes_nothing(federation, flat, recwarn, net):
-    terms = [EntropyRegularizer(0.9), Proximal(0.1)]
-    plain, expected = federation(net, terms=terms)
-    module, loop = federation(net, lambda m: VectorizedClients(m, 3, compile=True), terms=terms)
-    assert not [w for w in recwarn if "not compiled" in str(w.message)]
-    torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
-    for client in range(4):
-        one, other = loop.store.get(client), expected.store.get(client)
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
 # --- any network ----------------------------------------------------------------------------------
@@ -516,21 +495,6 @@ def test_every_form_of_max_pooling_is_reversed(name):
             module.net.a.weight.copy_(torch.linspace(-1, 1, 54).view(3, 2, 3, 3))
         found_losses.append(found(module, params, x)[0])
     torch.testing.assert_close(found_losses[0], found_losses[1], atol=1e-12, rtol=0)
-
-
-def test_a_pooling_of_other_channels_is_refused():
-    net = nn.Sequential(
-        nn.Conv2d(2, 6, 3, padding=1),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 3, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(108, 3),
-    )
-    with pytest.raises(FederationError, match="max pooling of 6 channels between activation 0"):
-        matched(lambda: net, images())
-    module, fixed = matched(lambda: net, images(), points=["0", "3"])
-    assert found(module, fixed, images())[0] > 0
 
 
 def test_how_a_sum_is_written_does_not_matter():

@@ -116,7 +116,8 @@ def test_a_draw_is_a_point_of_the_grid_and_the_same_for_all():
 
 
 def test_draws_follow_the_probabilities():
-    policy = DiscreteGaussianReinforce(GRID, mean={"lr": 0.4}, precision=8.0, seed=0)
+    policy = DiscreteGaussianReinforce(GRID, precision=8.0, seed=0)
+    policy.mean[0] = 0.5
     counts = torch.zeros(len(policy.points))
     for round in range(4000):
         counts[policy._draw(round)] += 1
@@ -159,11 +160,8 @@ def test_updates_are_equation_6_where_that_is_asked_for():
     torch.testing.assert_close(policy.mean, expected * (r[1] - (r[0] + r[2]) / 2))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_the_mean_stays_inside_and_the_precision_positive(optimizer):
-    policy = DiscreteGaussianReinforce(
-        GRID, policy_lr=5.0, learn_precision=True, optimizer=optimizer, seed=0
-    )
+def test_the_mean_stays_inside_and_the_precision_positive():
+    policy = DiscreteGaussianReinforce(GRID, policy_lr=5.0, learn_precision=True, seed=0)
     loss = 1.0
     for t in range(50):
         after = float("nan") if t == 20 else loss * (0.2 if t % 3 else 3.0)
@@ -182,22 +180,6 @@ def bandit(seed, rounds=300, **options):
         reward = 0.3 - 0.1 * abs(lr - 5) + 0.05 * float(torch.randn(1, generator=noise))
         policy.update(feedback(t, 1.0, 1.0 - reward))
     return float(policy.mean[0])
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_adam_is_that_of_torch(optimizer):
-    policy = DiscreteGaussianReinforce(GRID, policy_lr=0.01, optimizer=optimizer, seed=2)
-    mean = torch.nn.Parameter(policy.mean.clone())
-    kind, options = torch.optim.SGD, {}
-    if optimizer == "adam":
-        kind, options = torch.optim.Adam, {"betas": (0.7, 0.7)}
-    expected = kind([mean], lr=0.01, maximize=True, **options)
-    for t in range(6):
-        policy.update(feedback(t, 1.0, 0.5 + 0.1 * (t % 4)))
-        weights = causal_weights(policy.rewards)
-        mean.grad = (weights @ policy.scores)[: len(mean)]
-        expected.step()
-        torch.testing.assert_close(policy.mean, mean.detach(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -222,17 +204,12 @@ def test_policy_finds_the_best_setting(options):
         ({"grid": {"num_steps": [0, 1]}}, "num_steps"),
         ({"grid": {"num_steps": [1.5]}}, "must be an integer"),
         ({"window": 0, "centered": True}, "window"),
-        ({"precision": [[1.0]]}, "2x2"),
-        ({"precision": [[1.0, 2.0], [2.0, 1.0]]}, "positive definite"),
-        ({"precision": [[1.0, 0.5], [0.0, 1.0]]}, "positive definite"),
-        ({"mean": {"lr": 1.0}}, "mean"),
-        ({"mean": {"momentum": 0.1}}, "mean"),
         (
             {"grid": {"num_steps": [3], "local_epochs": [1, 2]}},
             r"\[3\] excludes local_epochs=",
         ),
         ({"grid": {"lr": [0.0, 0.1]}}, "lr in grid must be a finite number greater than 0"),
-        ({"precision": [[1.0, 2.0], [3.0]]}, "precision must be"),
+        ({"precision": 0.0}, "precision must be"),
     ],
 )
 def test_wrong_options_are_refused(options, named):

@@ -42,11 +42,3 @@ def test_rates_are_in_float64():
 def test_two_kinds_of_work_are_refused():
     with pytest.raises(FederationError, match="num_steps=3 excludes local_epochs=1: set"):
         Schedule(num_steps=3, local_epochs=1)
-
-
-def test_steps_decay_to_one():
-    policy = Schedule(num_steps=10, steps_decay=0.5)
-    steps = [int(policy.sample(t, torch.tensor([0]))["num_steps"][0]) for t in range(6)]
-    assert steps == [10, 5, 3, 1, 1, 1]
-    with pytest.raises(FederationError, match="num_steps"):
-        Schedule(steps_decay=0.5)

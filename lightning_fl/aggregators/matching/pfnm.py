@@ -35,8 +35,6 @@ class PFNM(NeuronMatching):
             neurons. ``own`` keeps its network unchanged, so that clients receive no model. In a
             stream, class counts are those of the samples of the round, not of all samples that a
             network was trained on.
-        matching_start: Initial assignment in rounds after the first. ``previous`` uses the
-            assignment of the last round, ``greedy`` matches all clients from scratch.
         options: Other arguments of :class:`NeuronMatching`.
 
     Raises:
@@ -56,14 +54,12 @@ class PFNM(NeuronMatching):
         client_variance: float | None = None,
         prior_variance: float | None = None,
         restart: Literal["matched", "own"] = "matched",
-        matching_start: Literal["previous", "greedy"] = "previous",
         **options: Any,
     ) -> None:
         super().__init__(
             gamma=gamma, client_variance=client_variance, prior_variance=prior_variance, **options
         )
         self.restart = check_choice("restart", restart, "matched", "own")
-        self.matching_start = check_choice("matching_start", matching_start, "previous", "greedy")
 
     def _first(self, client: int) -> Layers:
         return self._clients.first(client, self.base)
@@ -82,8 +78,7 @@ class PFNM(NeuronMatching):
 
     def _start(self, ids: Sequence[int]) -> list[list[Tensor | None]] | None:
         """Return the last assignment per hidden layer and client, None for new clients."""
-        goes_on = self.matching_start == "previous" and self.round > 0
-        last = self.assignments() if goes_on else {}
+        last = self.assignments() if self.round > 0 else {}
         if last.keys().isdisjoint(ids):
             return None
         return [
