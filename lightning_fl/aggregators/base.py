@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -25,9 +25,6 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.functional.summation import VectorSum
 from lightning_fl.functional.tables import make_place
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Aggregator(Metric, ABC):
@@ -413,10 +410,6 @@ class Aggregator(Metric, ABC):
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last round. They are logged and written to the table of rounds."""
         return self.round_metrics
-
-    def plot(self) -> Figure | None:
-        """Return a figure of the state of the rule, or None."""
-        return None
 
     def models_for(self, clients: Tensor) -> Tensor:
         """Return the initial model of each client, ``[k, P]``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from scipy.cluster.hierarchy import cut_tree, linkage
@@ -14,9 +14,6 @@ from lightning_fl.functional.averaging import weighted_mean
 from lightning_fl.functional.similarity import cosine_similarity
 from lightning_fl.functional.tables import PLACES, with_place
 from lightning_fl.options import check_choice, check_integer, check_number
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class ClusteredFL(Aggregator):
@@ -183,30 +180,6 @@ class ClusteredFL(Aggregator):
     def metrics(self) -> dict[str, float]:
         """Return the number of clusters, and the norms of the one with the largest update."""
         return {"clusters": len(self.models), **self._norms}
-
-    def plot(self) -> Figure:
-        """Draw the tree of clusters over rounds, with the number of clients in each."""
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-
-        figure = Figure(figsize=(6, 1.5 + 0.4 * len(self.models)), layout="constrained")
-        axes = figure.subplots()
-        for cluster, (members, (parent, born)) in enumerate(
-            zip(self.clusters(), self.tree.tolist(), strict=True)
-        ):
-            start = max(born, 0)
-            axes.plot([start, int(self.round)], [cluster, cluster], color=f"C{cluster % 10}", lw=3)
-            if parent >= 0:  # separate lines for several splits in one round
-                at = start + 0.015 * cluster * max(int(self.round), 1) / len(self.models)
-                axes.plot([at, at], [parent, cluster], color=f"C{cluster % 10}", lw=1)
-            label = f" {len(members)} client{'s' * (len(members) != 1)}"
-            axes.annotate(label, (int(self.round), cluster), va="center", fontsize=9)
-        axes.set(xlabel="round", ylabel="cluster", yticks=range(len(self.models)))
-        axes.margins(x=0.2)
-        axes.set_xlim(left=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.spines[["top", "right"]].set_visible(False)
-        return figure
 
     def _cluster(self, ids: Tensor) -> Tensor:
         """Return client clusters, -1 for new clients, and grow the table if necessary."""

@@ -122,6 +122,11 @@ class IFCA(Aggregator):
             shapes = federation.known_layout.shapes
             drawn = torch.cat([flat(tensors[name]).to(server) for name in shapes])
             models[cluster, : self.num_parameters] = drawn[: self.num_parameters]
+            if torch.equal(models[cluster], server):
+                raise FederationError(
+                    f"IFCA draws the parameters of {type(module).__name__} anew for each cluster,"
+                    " and they are equal: implement reset_parameters() in its network"
+                )
         return models
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
-from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import seeded_rng
 
 
@@ -19,9 +17,6 @@ def draw_parameters(network: nn.Module, seed: int) -> None:
         network: The network.
         seed: Seed of the parameters.
 
-    Raises:
-        FederationError: If no parameter has changed.
-
     Example:
         >>> one, other = nn.Linear(2, 1), nn.Linear(2, 1)
         >>> draw_parameters(one, 0), draw_parameters(other, 0)
@@ -29,7 +24,6 @@ def draw_parameters(network: nn.Module, seed: int) -> None:
         >>> bool((one.weight == other.weight).all())
         True
     """
-    before = [param.detach().clone() for param in network.parameters()]
     with seeded_rng(seed):
         for part in network.modules():
             if not any(param.requires_grad for param in part.parameters()):
@@ -37,8 +31,3 @@ def draw_parameters(network: nn.Module, seed: int) -> None:
             for name in ("_reset_parameters", "reset_parameters"):  # attention has the first
                 if callable(reset := getattr(part, name, None)):
                     reset()
-    if all(map(torch.equal, before, network.parameters())):
-        raise FederationError(
-            f"the parameters of {type(network).__name__} cannot be drawn anew: implement"
-            " reset_parameters() of the network to initialize them randomly"
-        )

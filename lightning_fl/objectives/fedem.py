@@ -76,6 +76,11 @@ class FedEM(ClientModule):
             )
         first = run_seed(seed)
         nets = nn.ModuleList(_drawn(net, first + m) for m in range(components))
+        if components > 1 and all(map(torch.equal, nets[0].parameters(), nets[1].parameters())):
+            raise FederationError(
+                f"all components have equal parameters and would stay equal: implement"
+                f" {type(net).__name__}.reset_parameters() to initialize them randomly"
+            )
         super().__init__(nets, (), optimizer)
         # In a tuple, so that it is not a submodule: it evaluates the initial components.
         self._template = (copy.deepcopy(net).eval(),)

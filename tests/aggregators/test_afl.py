@@ -94,20 +94,6 @@ def test_a_round_that_keeps_the_model_keeps_the_mixture(fit):
     assert rule.mixture.tolist() == [0.2] * 5
 
 
-@pytest.mark.filterwarnings("ignore:.*dropped")
-def test_without_a_client_of_weight_the_model_stays(fit):
-    made, rule = module(), AFL(0.2)
-
-    class Given(FederatedLoop):
-        def on_train_start(self, trainer, pl_module):
-            super().on_train_start(trainer, pl_module)
-            rule.weights = torch.tensor([5.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-
-    fit(made, Given(rule, seed=1), samples(), rounds=1, callbacks=[Lost(0)])
-    assert torch.equal(vector(made), vector(module()))
-    assert rule.mixture.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [

@@ -208,15 +208,6 @@ def test_another_clock_cannot_resume(run, tmp_path):
         run(FedBuff(), 2, ClientFaults(), callbacks=keep, ckpt=last)
 
 
-def test_outside_of_a_round_clients_start_from_the_current_model(run):
-    """As evaluations of clients assume."""
-    _, loop = run(FedBuff(), 3)
-    server = loop.runner.read().vector
-    loop.aggregator.start(server)
-    assert torch.equal(loop.aggregator.models_for(torch.arange(9)), server.expand(9, -1))
-    assert not loop.aggregator.rejected(torch.arange(9))
-
-
 def test_momentum_by_hand():
     """Two parameters, of which the second is trained in the first round only, and a buffer."""
     rule = FedBuff(lr=2.0, momentum=0.5)

@@ -8,7 +8,6 @@ import torch
 from lightning_fl.aggregators import ClusteredFL
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
-from lightning_fl.functional.similarity import cosine_similarity
 from lightning_fl.types import ClientUpdate, Cohort
 
 #: Four groups in a plane: two that point apart, each of two that are apart a little.
@@ -33,13 +32,6 @@ def run(rule, rounds, **options):
         moved(rule, **options)
         server = rule.compute()
     return server
-
-
-def test_cosines_by_hand():
-    rows = torch.tensor([[3.0, 4.0], [4.0, 3.0], [0.0, 0.0], [-3.0, -4.0]], dtype=torch.float64)
-    expected = [[1, 0.96, 0, -1], [0.96, 1, 0, -0.96], [0, 0, 0, 0], [-1, -0.96, 0, 1]]
-    found = cosine_similarity(rows)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_clusters_split_and_split_again_with_the_clients_own_numbers():
@@ -229,4 +221,3 @@ def test_a_split_has_two_parts_also_where_distances_tie(linkage):
         rule.compute()
         assert all(rule.clusters())
     assert sorted(client for each in rule.clusters() for client in each) == [0, 1, 2]
-    assert rule.plot() is not None

@@ -78,19 +78,6 @@ def of(count, rule, layout=None):
     return rule
 
 
-@pytest.mark.parametrize("rule", [FedAMP(strength=0.0), FedAMP(strength=0.0, similarity="cosine")])
-def test_without_strength_each_client_starts_from_its_own_model(rule):
-    server, ids = torch.zeros(2, dtype=torch.float64), torch.arange(3)
-    delta = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.0]], dtype=torch.float64)
-    of(3, rule)
-    for count in (1, 2):
-        rule.start(server)
-        rule.update(ClientUpdate(ids, delta, torch.ones(3)))
-        server = rule.compute()
-        assert torch.equal(rule.models_for(ids), count * delta)
-        assert rule.metrics()["own_weight"] == 1.0
-
-
 def test_buffers_are_those_of_the_client_and_have_no_distance():
     layout = VectorLayout({"w": torch.Size([2]), "mean": torch.Size([1])}, 2)
     rule = of(2, FedAMP(1.0, 1.0), layout)

@@ -6,11 +6,10 @@ import torch
 from lightning_fl.aggregators import FedAvg, FedDyn
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
-from lightning_fl.functional.drift import dynamic_term, next_gradient
 from lightning_fl.objectives import Proximal
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import Cohort, FederationError
 from two_classes import samples
 from written_plainly import (
     LR,
@@ -72,30 +71,6 @@ def test_the_first_round_doubles_the_mean_update_if_everybody_returns(fit):
     torch.testing.assert_close(vector(one) - start, 2 * move, rtol=0, atol=1e-14)
     for name in ("bytes_up", "bytes_down"):
         assert mine.rows[0][name] == fedprox.rows[0][name]
-
-
-CURVATURE, OPTIMUM = [1.0, 4.0, 0.5, 2.0], [-1.0, 2.0, 3.0, 0.5]
-BEST = sum(c * o for c, o in zip(CURVATURE, OPTIMUM, strict=True)) / sum(CURVATURE)
-
-
-def test_exact_clients_reach_the_optimum_under_partial_participation():
-    """With a = 1: y = (c o + x + g) / (c + 1)."""
-    rule, x = FedDyn(1.0), torch.zeros(1, dtype=torch.float64)
-    rule.setup(Federation(4, Cohort(2, 4)))
-    a, c, o = torch.ones(2), *(torch.tensor(t, dtype=torch.float64) for t in (CURVATURE, OPTIMUM))
-    g, random = torch.zeros(4, 1, dtype=torch.float64), torch.Generator().manual_seed(0)
-    for _ in range(300):
-        clients = torch.randperm(4, generator=random)[:2]
-        y = ((c * o)[clients, None] + x + g[clients]) / (c[clients, None] + 1)
-        slope = c[clients, None] * (y - o[clients, None])
-        assert (slope + dynamic_term(y, x.expand(2, 1), g[clients], a)).abs().max() < 1e-12
-        g[clients] = next_gradient(g[clients], y - x, a)
-        torch.testing.assert_close(g[clients], slope)
-        rule.start(x)
-        rule.update(ClientUpdate(clients, y - x, torch.ones(2)))
-        x = rule.compute()
-    assert abs(float(x) - BEST) < 1e-10
-    torch.testing.assert_close(rule.h, g.mean(0))
 
 
 def test_parameters_that_are_frozen_later_do_not_move():

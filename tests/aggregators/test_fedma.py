@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import PFNM, FedMA
+from lightning_fl.aggregators import FedMA
 from lightning_fl.aggregators.matching.layer_stack import LayerStack
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
@@ -130,20 +130,6 @@ def test_who_was_not_there_from_below_waits_for_the_next_pass(fit, images):
     fit(module(), loop, images(), rounds=4, callbacks=[Look()], enable_checkpointing=True)
     # Of the third round nobody was in the second: a new pass begins.
     assert seen == [([0, 1], 1), ([1], 2), ([1], 0), ([0, 2], 1)]
-
-
-def test_one_round_of_filters_from_the_top(fit, images):
-    rule = PFNM(gamma=1.0, client_variance=0.5, prior_variance=5.0, std=None, widths=[4, 3])
-    made, loop = run(fit, images, rule, rounds=2)
-    chain = LayerStack(made)
-    assert chain.shapes[1][1] == chain.shapes[0][0] == int(loop.rows[-1]["width_1"]) >= 4
-    assert tuple(made.net[4].weight.shape) == (chain.shapes[1][0], 9 * chain.shapes[0][0])
-    rule.load_client_network()
-    narrow = rule.module_chain.unpack(rule.starts[1], [(4, 1), (6, 4), (3, 6)])
-    assert not narrow[0][0][3:].any()
-    assert not narrow[1][0][:, 3:].any()
-    assert not narrow[2][0][:, 3:].any()
-    assert narrow[1][0][:3, :3].all()
 
 
 def test_layers_draw_their_own_starts(fit, images):

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
 from lightning_fl.aggregators import (
@@ -13,7 +12,6 @@ from lightning_fl.aggregators import (
     DPFedAvg,
     FedAdagrad,
     FedAdam,
-    FedAvg,
     FedAvgM,
     FedNova,
     FedOpt,
@@ -72,18 +70,6 @@ def test_presets_are_their_optimisers_on_the_mean(make, rule):
         optimizer.step()
         expected.append(x.detach().clone())
     close(rounds(make(lr=0.2, betas=(0.8, 0.95), tau=0.01), 4), expected)
-
-
-def test_any_optimiser_and_weighting():
-    rule = FedOpt(partial(torch.optim.RMSprop, lr=0.1), weighting="uniform")
-    x = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    optimizer = torch.optim.RMSprop([x], lr=0.1)
-    random, expected = torch.Generator().manual_seed(0), []
-    for _ in range(3):
-        x.grad = -torch.randn(4, 3, generator=random, dtype=torch.float64).mean(0)
-        optimizer.step()
-        expected.append(x.detach().clone())
-    close(rounds(rule, 3), expected)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -188,16 +174,6 @@ def test_a_schedule_of_downpour_counts_rounds_and_not_steps():
     moves = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(found[0], 0.5 * moves.sum(0))
     assert rule.metrics() == {"server_lr": pytest.approx(0.05)}
-
-
-def test_a_schedule_is_an_option_of_a_config():
-    parser = ArgumentParser()
-    parser.add_subclass_arguments(FedAvg, "rule")
-    schedule = {"class_path": "StepLR", "init_args": {"step_size": 2}}
-    config = {"class_path": "FedAdam", "init_args": {"lr": 0.1, "scheduler": schedule}}
-    rule = parser.instantiate(parser.parse_object({"rule": config})).rule
-    rounds(rule, 3)
-    assert rule.metrics() == {"server_lr": pytest.approx(0.01)}
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ import math
 
 import pytest
 import torch
-from lightning import LightningModule
 from torch import nn
 
 from lightning_fl import ClientModule
-from lightning_fl.aggregators import FedAvg, HeteroFL
+from lightning_fl.aggregators import HeteroFL
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.update import ClientUpdate
-from lightning_fl.objectives import Ditto
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
@@ -114,23 +112,6 @@ def test_rounds_are_those_of_narrow_networks(fit, net, window, lost):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("net", "widths"), [(linear, (4, 3)), (conv, (3, 3))])
-def test_equal_rates_are_fedavg_of_the_narrow_network(fit, net, widths):
-    whole, narrow = module(net), module(net, *widths)
-    before = [p.detach().clone() for p in whole.parameters()]
-    index = cuts(net, *map(torch.arange, widths))
-    for p, value, i in zip(narrow.parameters(), before, index, strict=True):
-        p.data = value[i].clone()
-    for made, rule in ((whole, HeteroFL([0.5])), (narrow, FedAvg("uniform"))):
-        fit(made, FederatedLoop(rule, seed=1, clients_per_round=3), data(), rounds=3)
-    parameters = zip(whole.parameters(), narrow.parameters(), before, index, strict=True)
-    for found, expected, first, i in parameters:
-        torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)
-        rest = torch.ones_like(first, dtype=torch.bool)
-        rest[i] = False
-        assert torch.equal(found[rest], first[rest])
-
-
 def test_rates_go_around_or_are_drawn_by_the_seed(fit):
     def levels(seed=1, **options):
         loop = FederatedLoop(HeteroFL([1, 0.5], **options), seed=seed)
@@ -197,40 +178,6 @@ def test_networks_that_are_no_stack_are_refused(fit, make, words):
     made = ClientModule(make()).double()
     with pytest.raises(FederationError, match=words):
         fit(made, FederatedLoop(HeteroFL([0.5, 0.6]), seed=1), data(), rounds=1)
-
-
-def test_normalization_of_groups_that_are_held_as_a_whole_is_no_harm(fit):
-    made = ClientModule(stacked(nn.GroupNorm(2, 6))).double()
-    fit(made, FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
-    with pytest.raises(FederationError, match="through weights only"):
-        fit(made, FederatedLoop(HeteroFL([0.5], window="rolling"), seed=1), data(), rounds=1)
-
-
-class WithoutForward(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = linear()
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_a_module_without_forward_is_refused(fit):
-    with pytest.raises(FederationError, match="implement forward in WithoutForward"):
-        fit(WithoutForward().double(), FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
-
-
-def test_a_second_model_of_the_client_is_refused(fit):
-    made = module(linear, terms=[Ditto(0.1)])
-    with pytest.raises(FederationError, match="stays with the clients"):
-        fit(made, FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
 
 
 @pytest.mark.parametrize(

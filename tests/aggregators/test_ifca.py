@@ -8,13 +8,12 @@ from torch.utils.data import TensorDataset
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import IFCA
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.contracts.context import Federation
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Proximal
 from lightning_fl.partition import Natural
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import FederationError
 from written_plainly import LR, Lost, Noted, loss_and_gradient, module, samples_of, vector
 
 
@@ -90,23 +89,6 @@ def test_initial_models_differ_by_seed_and_begin_with_that_of_the_module(fit):
     assert torch.equal(found[0][0], vector(module()))
     assert not any(torch.equal(*pair) for pair in (found[0][:2], found[0][1:], found[2][:2]))
     assert not (found[0][1:] == found[2][1:]).any()
-
-
-def test_a_cluster_without_clients_keeps_its_model():
-    rule = IFCA(2, weighting="samples")
-    rule.setup(Federation(4, Cohort(4, 4)))
-    rule.start(torch.zeros(1))
-    extras = {"cluster": torch.tensor([0.0, 1.0])}
-    moves = torch.tensor([[1.0], [5.0]])
-    rule.update(ClientUpdate(torch.tensor([3, 0]), moves, torch.ones(2), extras=extras))
-    rule.compute()
-    rule.start(torch.zeros(1))
-    extras = {"cluster": torch.tensor([1.0, 1.0])}  # client 3 received the first model, 1
-    moves = torch.tensor([[8.0], [1.0]])
-    sizes = torch.tensor([1.0, 3.0])
-    rule.update(ClientUpdate(torch.tensor([3, 0]), moves, sizes, extras=extras))
-    assert rule.compute().tolist() == [(9 + 3 * 6) / 4]
-    assert rule.models[:, 0].tolist() == [1.0, (9 + 3 * 6) / 4]
 
 
 def test_networks_that_cannot_be_drawn_anew_are_refused(fit):

@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from lightning_fl.aggregators import QFedAvg
-from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
 from lightning_fl.types import ClientUpdate, FederationError
 from two_classes import samples
 from written_plainly import (
-    Lost,
     Noted,
     Uneven,
     loss_and_gradient,
@@ -61,22 +59,6 @@ def test_rounds_are_the_algorithm_with_partial_participation(fit, q, policy, rat
         assert found == pytest.approx([mean, variance, max(each)], abs=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:.*dropped", "ignore:.*too few")
-def test_dropped_clients_have_no_part(fit):
-    found = []
-    for lost, min_clients in (((0, 1, 3, 4), 1), ((0, 1, 3, 4), 2)):
-        made = module()
-        loop = FederatedLoop(QFedAvg(2.0), seed=1, min_clients=min_clients)
-        fit(made, loop, samples(), rounds=1, callbacks=[Lost(*lost)])
-        found.append((vector(made), loop.rows[0].get("loss_max")))
-    start, data = vector(module()), samples()
-    data.setup("fit")
-    loss = float(loss_and_gradient(start, *samples_of(data, 2))[0])
-    assert found[0][1] == pytest.approx(loss, abs=1e-12)
-    assert not torch.equal(found[0][0], start)
-    assert torch.equal(found[1][0], start)
-
-
 def aggregated(rule, losses, delta=((1.0, 2.0), (3.0, -1.0)), lr=(0.5, 0.25)):
     delta = torch.tensor(delta, dtype=torch.float64)
     rule.start(torch.zeros_like(delta[0]))
@@ -87,14 +69,6 @@ def aggregated(rule, losses, delta=((1.0, 2.0), (3.0, -1.0)), lr=(0.5, 0.25)):
         )
     )  # fmt: skip
     return rule.compute()
-
-
-def test_a_common_scale_of_the_losses_cancels():
-    """The sums of the first round have the scale 1, those of the second the largest loss."""
-    rule = QFedAvg(7.0)
-    first = aggregated(rule, [3.0, 5.0])
-    assert float(rule.scale) == 5.0
-    torch.testing.assert_close(aggregated(rule, [3.0, 5.0]), first, rtol=1e-13, atol=0)
 
 
 def test_large_powers_are_finite_or_refused():

@@ -114,14 +114,3 @@ def test_a_round_may_train_nothing_that_is_sent(fit, blobs, data):
     with pytest.warns(UserWarning, match="keep their initial values"):
         fit(made, FederatedLoop(rule, **options), data(), rounds=2, callbacks=[Note()])
     assert all(torch.equal(first, second) for first, second in zip(*kept, strict=True))
-
-
-@pytest.mark.parametrize("group_size", [None, 3])
-def test_option_1_corrects_any_optimizer(fit, group_size):
-    """What is added to gradients reaches Adam as well, vectorized or not."""
-    made = ClientModule(torch.nn.Linear(4, 2), optimizer=lambda p: torch.optim.Adam(p)).double()
-    user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-    rule = Scaffold("I")
-    loop = fit(user, FederatedLoop(rule, Schedule(num_steps=2), seed=1), samples())
-    own = torch.stack([rows["part.0.control"] for rows in loop.store.rows.values()])
-    torch.testing.assert_close(rule.control, own.mean(0), rtol=0, atol=1e-13)

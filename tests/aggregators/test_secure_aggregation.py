@@ -110,16 +110,6 @@ def test_rules_of_sums_are_themselves_up_to_rounding(make):
     assert learned == pytest.approx(plain.metrics())
 
 
-def test_the_order_of_clients_changes_no_bit():
-    expected = result(started(SecureAggregation(bits=16)))
-    for order in ([3, 2, 1, 0], [1, 3, 0, 2]):
-        rule = started(SecureAggregation(bits=16))
-        assert torch.equal(result(rule, order=order), expected)
-    rule.start(torch.zeros(7, dtype=torch.float64))
-    rule.update(updates())  # all at once
-    assert torch.equal(rule.compute(), expected)
-
-
 def test_a_rule_learns_the_sum_alone():
     """Other updates with the same integers in total, and the same model to the last bit."""
     rule = started(SecureAggregation(FedAvg("uniform"), bits=16))
@@ -225,7 +215,6 @@ def test_an_empty_round_keeps_the_model():
 OPTIONS = {
     "Gossip": ["ring"],
     "Staged": [[1], [FedAvg(), FedAvg()]],
-    **dict.fromkeys(["PFNM", "FedMA", "StreamingPFNM"], (1.0, 0.5, 5.0)),
 }
 #: Rules that need sums only.
 OF_SUMS = {

@@ -8,18 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import FedAdam, Scaffold
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
 from lightning_fl.contracts.plan import Cohort
 from lightning_fl.functional.privacy import clipped_sum, epsilon, sample_epsilon
-from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.objectives import DPSGD, SampleAccountant
 from lightning_fl.optimizers import PFedMe
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.types import FederationError
 from two_classes import samples
-from written_plainly import vector
 
 pytest.importorskip("opacus", reason='needs pip install ".[privacy]"')
 SGD = partial(torch.optim.SGD, lr=0.3)
@@ -105,17 +102,6 @@ def test_gradients_are_those_of_opacus():
     optimizer.pre_step()
     for (name, grad), p in zip(found.items(), wrapped.parameters(), strict=True):
         torch.testing.assert_close(grad, p.grad, rtol=0, atol=1e-6, msg=name)
-
-
-def test_without_noise_clipping_and_drawing_it_is_sgd():
-    module, given = made(noise_multiplier=0.0, batch_size=9, clip_norm=1e9), batch()
-    found, loss = gradient(module, given)
-    module.zero_grad()
-    expected = nn.functional.cross_entropy(module.net(given[0]), given[1])
-    expected.backward()
-    assert loss == pytest.approx(float(expected.detach()))
-    for name, p in module.net.named_parameters():
-        torch.testing.assert_close(found[name], p.grad, rtol=0, atol=1e-14)
 
 
 def test_many_samples_are_processed_in_parts(monkeypatch):
@@ -209,23 +195,6 @@ def test_steps_of_both_kinds_count_in_a_run_that_is_resumed_with_other_noise(fit
 # --- randomness -----------------------------------------------------------------------------------
 
 
-def test_random_numbers_depend_on_seed_round_and_client_alone(fit):
-    """Each client starts its own stream, whoever trains before it."""
-    states = []
-
-    class Noted(DPSGD):
-        def training_step(self, batch, batch_idx):
-            if not batch_idx:
-                states.append(torch.get_rng_state())
-            return super().training_step(batch, batch_idx)
-
-    module = Noted(nn.Linear(4, 2), batch_size=6, delta=0.01, optimizer=SGD).double()
-    run(fit, module, rounds=1, clients_per_round=5)
-    for client in range(5):
-        random = generator(1, RandomStream.CLIENT, 0, client)
-        assert any(torch.equal(random.get_state(), state) for state in states)
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -249,11 +218,3 @@ def test_what_it_cannot_serve_is_refused(fit):
     with pytest.raises(FederationError, match=r"delta=0\.5 would allow .* less than 0\.0"):
         run(fit, made(delta=0.5))
     run(fit, made(), aggregator=FedAdam())
-
-
-@pytest.mark.filterwarnings("ignore:.*one client after another.*boolean mask")
-def test_vectorized_clients_train_one_after_another(fit):
-    plain, asked = made(), made()
-    run(fit, plain)
-    run(fit, VectorizedClients(asked, 2, compile=False))
-    assert torch.equal(vector(asked), vector(plain))

@@ -23,14 +23,6 @@ def test_two_parameters_by_hand():
     assert own.params["b"].grad.item() == 1.5
 
 
-def test_a_complex_number_is_two_real_ones():
-    w = torch.tensor([3 + 1j], dtype=torch.complex128, requires_grad=True)
-    penalty = proximal_penalty([w], [torch.tensor([1 + 2j])], mu=0.5)
-    penalty.backward()
-    assert penalty.item() == 0.5 / 2 * (4 + 1)
-    assert w.grad.item() == 0.5 * (2 - 1j)
-
-
 def test_the_gradient_is_mu_times_the_distance():
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 2), (4,), ()]

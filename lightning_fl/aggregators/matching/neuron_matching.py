@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.aggregators.matching.assignments import (
-    assignment_table,
-    draw_assignments,
-    read_table,
-)
+from lightning_fl.aggregators.matching.assignments import assignment_table, read_table
 from lightning_fl.aggregators.matching.client_networks import ClientNetworks
 from lightning_fl.aggregators.matching.layer_stack import Layers, LayerStack
 from lightning_fl.aggregators.matching.search import candidates, narrowest
@@ -26,9 +22,6 @@ from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.tables import PLACES, with_place
 from lightning_fl.options import check_integer, check_number, is_list
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class NeuronMatching(Aggregator):
@@ -127,9 +120,9 @@ class NeuronMatching(Aggregator):
     def layer(self) -> int | None:
         """Layer to match in this round, with lower layers frozen; None means all layers."""
 
-    @abstractmethod
     def _first(self, client: int) -> Layers:
         """Return the initial network of a new client."""
+        return self._clients.first(client, self.base)
 
     @abstractmethod
     def _matched(
@@ -401,9 +394,3 @@ class NeuronMatching(Aggregator):
     def assignments(self) -> dict[int, list[list[int]]]:
         """Return the atoms of the last round's neurons, by client and hidden layer."""
         return read_table(self.places)
-
-    def plot(self) -> Figure | None:
-        """Draw the atoms of each client, one panel per hidden layer."""
-        if not (assignments := self.assignments()):
-            return None
-        return draw_assignments(assignments, self.shapes[:-1, 0].tolist())

@@ -26,16 +26,11 @@ class PFNM(NeuronMatching):
     keep the atoms of their neurons, other clients are assigned greedily, and sweeps follow.
 
     Args:
-        gamma: Concentration :math:`\gamma_0`; larger values give wider networks. None is searched.
-        client_variance: Variance :math:`\sigma^2` of client weights around the atom. None is
-            searched.
-        prior_variance: Variance :math:`\sigma_0^2` of atoms around the prior mean. None is
-            searched.
         restart: Initial network of a client in the next round. ``matched`` uses the atoms of its
             neurons. ``own`` keeps its network unchanged, so that clients receive no model. In a
             stream, class counts are those of the samples of the round, not of all samples that a
             network was trained on.
-        options: Other arguments of :class:`NeuronMatching`.
+        options: The arguments of :class:`NeuronMatching`, such as ``gamma``.
 
     Raises:
         FederationError: If an option is out of range; see also :class:`NeuronMatching`.
@@ -48,21 +43,9 @@ class PFNM(NeuronMatching):
 
     layer = None
 
-    def __init__(
-        self,
-        gamma: float | None = None,
-        client_variance: float | None = None,
-        prior_variance: float | None = None,
-        restart: Literal["matched", "own"] = "matched",
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            gamma=gamma, client_variance=client_variance, prior_variance=prior_variance, **options
-        )
+    def __init__(self, restart: Literal["matched", "own"] = "matched", **options: Any) -> None:
+        super().__init__(**options)
         self.restart = check_choice("restart", restart, "matched", "own")
-
-    def _first(self, client: int) -> Layers:
-        return self._clients.first(client, self.base)
 
     def _matched(
         self, ids: Sequence[int], nets: Sequence[Layers], options: MatchingOptions
