@@ -28,6 +28,7 @@ class PowerOfChoice(FedAvg):
         FederationError: At the start of a fit, if the module returns no losses of samples.
 
     Example:
+        >>> from lightning_fl.contracts.context import Federation
         >>> from lightning_fl.types import Cohort
         >>> rule = PowerOfChoice()
         >>> rule.setup(Federation(num_clients=3, sampling=Cohort(size=1, clients=3)))

@@ -17,7 +17,8 @@ from lightning_fl.policies.base import POSITIVE, HyperparameterPolicy, check_dec
 class Schedule(HyperparameterPolicy):
     r"""Use the same hyperparameters for all clients, with exponential decay over rounds.
 
-    The learning rate is :math:`\eta_t = \eta_0 \cdot \text{decay}^t`.
+    The learning rate is :math:`\eta_t = \eta_0 \cdot \text{decay}^t`, and the number of local
+    steps decays in the same way.
 
     Args:
         lr: Learning rate :math:`\eta_0` of the first round. None uses that of the module.
@@ -25,6 +26,7 @@ class Schedule(HyperparameterPolicy):
         local_epochs: Number of epochs over the client's data, instead of ``num_steps``. The default
             is 1 epoch.
         decay: Factor of the learning rate per round.
+        steps_decay: Factor of ``num_steps`` per round. The result is rounded, and is at least 1.
         values: Numbers that the module declares, by name, such as ``mu`` of a ``Proximal`` term.
             They replace those of the module.
         phases: Phases of the local training of each client, in order, which train some of the
@@ -46,6 +48,7 @@ class Schedule(HyperparameterPolicy):
         num_steps: int | None = None,
         local_epochs: float | None = None,
         decay: float = 1.0,
+        steps_decay: float = 1.0,
         values: Mapping[str, float] | None = None,
         phases: Sequence[Phase] = (),
     ) -> None:
@@ -54,6 +57,7 @@ class Schedule(HyperparameterPolicy):
         self.num_steps = check_integer("num_steps", num_steps, min=1, optional=True)
         self.lr = check_number("lr", lr, above=0, optional=True)
         self.decay = check_number("decay", decay, above=0)
+        self.steps_decay = check_number("steps_decay", steps_decay, above=0)
         epochs = 1.0 if num_steps is None and local_epochs is None else local_epochs
         self.local_epochs = check_number("local_epochs", epochs, above=0, optional=True)
         self.values = None if values is None else dict(values)
@@ -84,5 +88,6 @@ class Schedule(HyperparameterPolicy):
             for name, value in values.items()
         }
         if self.num_steps is not None:
-            rows["num_steps"] = torch.full((len(clients),), self.num_steps)
+            steps = max(1, int(self.num_steps * self.steps_decay**round + 0.5))
+            rows["num_steps"] = torch.full((len(clients),), steps)
         return rows

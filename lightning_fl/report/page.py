@@ -20,7 +20,7 @@ class Picture:
 
     name: str
     caption: str
-    panels: Sequence[Panel]
+    panels: Sequence[Panel] = ()
 
     @property
     def legend(self) -> list[tuple[str, int]]:

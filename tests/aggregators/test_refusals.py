@@ -79,6 +79,7 @@ def test_average_over_all_clients_needs_their_samples():
         (partial(FedAMP, sigma=0.0), "sigma"),
         (partial(FedCM, alpha=0.0), "alpha"),
         (partial(FedExP, eps=-1.0), "eps"),
+        (partial(FedControl, 0.7, 0.5), r"sum to at most 1, got 0\.7 and 0\.5"),
         (partial(HeteroFL, [0.5, 1.5]), "each of rates .*, got 1.5"),
     ],
 )

@@ -1,10 +1,8 @@
 """Hyperparameters fixed in advance."""
 
-import pytest
 import torch
 
 from lightning_fl.policies import Schedule
-from lightning_fl.types import FederationError
 
 CLIENTS = torch.tensor([3, 8])
 
@@ -33,8 +31,3 @@ def test_the_rate_decays_from_round_to_round():
 def test_without_a_rate_the_decay_is_a_factor():
     assert values(3, decay=0.5)["lr_factor"] == [0.125, 0.125]
     assert "lr" not in values(3, decay=0.5)
-
-
-def test_two_kinds_of_work_are_refused():
-    with pytest.raises(FederationError, match="num_steps=3 excludes local_epochs=1: set"):
-        Schedule(num_steps=3, local_epochs=1)
