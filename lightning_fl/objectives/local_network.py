@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fl.errors import FederationError
+from lightning_fl.options import check_flag
 
 #: Name of a module's network, ``ClientModule.net``.
 NET = "net"
@@ -37,6 +38,8 @@ class LocalNetwork(nn.Module):
 
     def __init__(self, net: nn.Module, is_trained: bool, has_parameters: bool = True) -> None:
         super().__init__()
+        check_flag("is_trained", is_trained)
+        check_flag("has_parameters", has_parameters)
         self._params = list(trained_parameters(net))
         own = {n: t for n, t in _tensors(net).items() if has_parameters or n not in self._params}
         self._names = list(own)
