@@ -58,6 +58,8 @@ class Schedule(HyperparameterPolicy):
         self.lr = check_number("lr", lr, above=0, optional=True)
         self.decay = check_number("decay", decay, above=0)
         self.steps_decay = check_number("steps_decay", steps_decay, above=0)
+        if steps_decay != 1 and num_steps is None:
+            raise FederationError(f"steps_decay={steps_decay} requires num_steps: set num_steps")
         epochs = 1.0 if num_steps is None and local_epochs is None else local_epochs
         self.local_epochs = check_number("local_epochs", epochs, above=0, optional=True)
         self.values = None if values is None else dict(values)

@@ -7,7 +7,7 @@ from torch import nn
 from adapted import HEAD, PAIRS, Adapted
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import FedAvg, FlexLoRA, Staged, ZeroPadding
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.functional.low_rank import draw_ranks
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.partition import Dirichlet
@@ -213,3 +213,11 @@ def test_convolutions_are_products_of_flattened_filters(run):
     run(FlexLoRA(), module, rounds=1)
     after = torch.einsum("orij,rcxy->ocxy", module.net.lora_B.weight, module.net.lora_A.weight)
     torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
+
+
+def test_a_client_of_a_lower_rank_takes_less_time_on_the_virtual_clock(run):
+    faults = ClientFaults(step_seconds=0.0, bandwidth=1.0)
+    _, loop, *_ = run(FlexLoRA([1] * 5), callbacks=[faults])
+    row = loop.rows[0]
+    each = (row["bytes_up"] + row["bytes_down"]) / 5
+    assert row["virtual_time"] == pytest.approx(each)

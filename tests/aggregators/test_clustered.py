@@ -5,9 +5,14 @@ from itertools import combinations
 import pytest
 import torch
 
+from lightning_fl import ClientModule
 from lightning_fl.aggregators import ClusteredFL
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.functional.similarity import cosine_similarity
+from lightning_fl.partition import Natural
 from lightning_fl.types import ClientUpdate, Cohort
 
 #: Four groups in a plane: two that point apart, each of two that are apart a little.
@@ -221,3 +226,31 @@ def test_a_split_has_two_parts_also_where_distances_tie(linkage):
         rule.compute()
         assert all(rule.clusters())
     assert sorted(client for each in rule.clusters() for client in each) == [0, 1, 2]
+
+
+def test_cosines_by_hand():
+    rows = torch.tensor([[3.0, 4.0], [4.0, 3.0], [0.0, 0.0], [-3.0, -4.0]], dtype=torch.float64)
+    expected = [[1, 0.96, 0, -1], [0.96, 1, 0, -0.96], [0, 0, 0, 0], [-1, -0.96, 0, 1]]
+    found = cosine_similarity(rows)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_federation_finds_its_groups(fit):
+    """Clients whose labels are turned: 0, 1, 2 learn y = x, and 3, 4, 5 learn y = -x."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 2, generator=random, dtype=torch.float64)
+    y = (x[:, 0] > 0).long()
+    y[60:] = 1 - y[60:]
+    samples = torch.utils.data.TensorDataset(x, y)
+    keys = torch.arange(120).div(20, rounding_mode="floor").tolist()
+    options = {"num_clients": None, "partition": Natural(), "keys": keys, "seed": 1}
+    data = FederatedDataModule(samples, samples, **options)
+    torch.manual_seed(0)
+    net = torch.nn.Linear(2, 2)
+    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.2)).double()
+    rule = ClusteredFL(eps1=0.15, eps2=0.1, warmup=3, min_size=4)
+    loop = FederatedLoop(aggregator=rule, seed=0)
+    fit(module, loop, data, rounds=10)
+    assert rule.clusters() == [[0, 1, 2], [3, 4, 5]]
+    assert [row["clusters"] for row in loop.rows][-1] == 2
+    assert loop.rows[0]["max_norm"] > 0

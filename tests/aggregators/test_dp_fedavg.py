@@ -328,3 +328,19 @@ def test_policies_do_not_hear_single_clients(simulate):
 
     simulate(aggregator=DPFedAvg(), policy=Listens(num_steps=2))
     assert heard == [None] * 3
+
+
+def test_a_budget_ends_a_run(simulate):
+    budget = epsilon([(2.0, 5)], 4**-1.1, Cohort(4, 4)) - 1e-6
+    stop = EarlyStopping(
+        "federation/epsilon", mode="max", stopping_threshold=budget, check_on_train_epoch_end=True
+    )
+    _, loop = simulate(stop, aggregator=DPFedAvg(2.0), rounds=9)
+    assert len(loop.rows) == 5
+
+
+def test_a_whole_number_of_noise_goes_on_from_a_checkpoint():
+    rule, again = started(torch.zeros(1), noise_multiplier=2), started(torch.zeros(1))
+    rule.compute()
+    again.set_extra_state(rule.get_extra_state())
+    assert again.ledger == [(2.0, 1)]

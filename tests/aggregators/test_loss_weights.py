@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedControl, FedCostWAvg, FedPIDAvg
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.partition import Natural, QuantitySkew
 from lightning_fl.types import ClientUpdate
 
 COHORTS = [[0, 1, 2], [1, 3], [0, 2, 200], [0, 1, 2, 3]]
@@ -145,3 +149,65 @@ def test_negative_losses_are_not_clamped():
 
 
 # --- in a federation ------------------------------------------------------------------------------
+
+
+class Noting(FedControl):
+    """Keeps what clients report."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def update(self, clients):
+        if not self.seen or self.seen[-1][0] != int(self.round):
+            self.seen.append((int(self.round), {}))
+        for row, client in enumerate(clients.clients.tolist()):
+            before, after = (clients.extras[f"loss_{when}"][row] for when in ("before", "after"))
+            self.seen[-1][1][client] = (float(before), float(after), clients.delta[row].clone())
+        super().update(clients)
+
+
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, group_size):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(6, 3)
+    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.3)).double()
+    federation = FederatedDataModule(
+        blobs(70),
+        num_clients=4,
+        batch_size=7,
+        eval_batch_size=5,
+        partition=QuantitySkew(2.0),
+        seed=1,
+    )
+    rule = Noting()
+    start = torch.cat([net.weight.detach().flatten(), net.bias.detach()])
+    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
+    fit(user, FederatedLoop(aggregator=rule, seed=0), federation, rounds=1)
+    _, seen = rule.seen[0]
+    assert len(seen) == 4
+    for client, (before, after, delta) in seen.items():
+        x, y = federation.train.fetch(federation.parts[client])
+        for found, vector in ((before, start), (after, start + delta)):
+            logits = x @ vector[:18].view(3, 6).T + vector[18:]
+            expected = torch.nn.functional.cross_entropy(logits, y).item()
+            assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_client_whose_loss_is_not_finite_is_dropped(fit, data):
+    """Its update would be fine, and its loss would stay with the rule for ever."""
+
+    class Loud(ClientModule):
+        def federated_losses(self, batch, *rest):
+            found = super().federated_losses(batch, *rest)
+            bad = self.trainer.current_epoch == 0 and len(batch[0]) == 28
+            return torch.full_like(found, torch.inf) if bad else found
+
+    module = Loud(torch.nn.Linear(6, 3)).double()
+    loop = FederatedLoop(aggregator=FedControl())
+    keys = [0] * 28 + [1] * 30 + [2] * 31 + [3] * 31
+    sizes = data(partition=Natural(), keys=keys)
+    with pytest.warns(UserWarning, match="dropped 1 of 4 client updates"):
+        fit(module, loop, sizes, rounds=3)
+    assert [row["dropped_clients"] for row in loop.rows] == ["0", "", ""]
+    assert all(p.isfinite().all() for p in module.parameters())

@@ -356,3 +356,23 @@ def test_the_search_takes_the_narrowest_that_is_not_much_worse():
     assert chosen(worse) == min(width for width in widths if width > narrowest)
     rule.tolerance = 1.0
     assert chosen(worse) == narrowest
+
+
+def test_a_stop_in_a_round_leaves_the_network_of_before(fit, data, trainer):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.should_stop = trainer.current_epoch == 2 and batch_idx == 1
+
+    made, rule = module(), PFNM(gamma=50.0, client_variance=0.1, prior_variance=1.0)
+    loop = fit(
+        made,
+        FederatedLoop(aggregator=rule, policy=Schedule(num_steps=4)),
+        data(),
+        rounds=4,
+        callbacks=[Stop()],
+    )
+    assert loop.round == 2
+    assert LayerStack(made).shapes[0][0] == int(loop.rows[-1]["width_1"]) > 8
+    for (w, b), layer in zip(rule.network(), LayerStack(made).layers.values(), strict=True):
+        assert torch.equal(layer.weight, w)
+        assert torch.equal(layer.bias, b)

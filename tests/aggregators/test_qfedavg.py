@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from lightning_fl.aggregators import QFedAvg
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
 from lightning_fl.types import ClientUpdate, FederationError
 from two_classes import samples
 from written_plainly import (
+    Lost,
     Noted,
     Uneven,
     loss_and_gradient,
@@ -95,3 +97,19 @@ def test_losses_near_0_and_below():
 def test_a_rate_of_zero_is_refused():
     with pytest.raises(FederationError, match=r"must be positive, got .* for clients"):
         aggregated(QFedAvg(), [1.0, 1.0], lr=(0.0, 0.1))
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped", "ignore:.*too few")
+def test_dropped_clients_have_no_part(fit):
+    found = []
+    for lost, min_clients in (((0, 1, 3, 4), 1), ((0, 1, 3, 4), 2)):
+        made = module()
+        loop = FederatedLoop(QFedAvg(2.0), seed=1, min_clients=min_clients)
+        fit(made, loop, samples(), rounds=1, callbacks=[Lost(*lost)])
+        found.append((vector(made), loop.rows[0].get("loss_max")))
+    start, data = vector(module()), samples()
+    data.setup("fit")
+    loss = float(loss_and_gradient(start, *samples_of(data, 2))[0])
+    assert found[0][1] == pytest.approx(loss, abs=1e-12)
+    assert not torch.equal(found[0][0], start)
+    assert torch.equal(found[1][0], start)

@@ -4,11 +4,13 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from by_hand import assert_equal, forward, gradient, moved, network, sgd, simulate, skewed
 from lightning_fl import ClientModule, FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.functional.calibration import calibrated_logits
 from lightning_fl.objectives import FedLC, FedRS
 from lightning_fl.types import FederationError
 
@@ -78,3 +80,11 @@ def test_classes_are_counted_once_per_round_if_a_term_asks(fit, monkeypatch, ter
     monkeypatch.setattr(FederatedDataModule, "class_counts", property(counted))
     fit(module(*terms, batchnorm=False), FederatedLoop(seed=0), skewed(), rounds=2)
     assert len(calls) == expected
+
+
+def test_missing_classes_get_no_gradient():
+    z = torch.randn(4, 3, requires_grad=True)
+    loss = nn.functional.cross_entropy(
+        calibrated_logits(z, torch.tensor([3, 0, 5]), 1.0), torch.tensor([0, 2, 2, 0])
+    )
+    assert torch.autograd.grad(loss, z)[0][:, 1].tolist() == [0.0] * 4

@@ -9,12 +9,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from by_hand import Batches
-from lightning_fl import ClientModule
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.functional.representation import matching_error
+from lightning_fl.functional.representation import matching_error, pad_to, unpool
 from lightning_fl.objectives import (
+    EntropyRegularizer,
     ModelView,
+    Proximal,
     Recorder,
     RepresentationMatching,
 )
@@ -665,3 +667,35 @@ def test_a_part_in_lower_precision_cannot_be_recorded():
     inner = nn.Sequential(net, nn.Linear(3, 3))
     x = torch.randn(2, 4)
     assert torch.equal(Recorder(inner, ["0"])(x)[0], inner(x))
+
+
+def test_unpooling_is_torchs_own_where_windows_do_not_overlap():
+    x = images()
+    pooled, index = F.max_pool2d(x, 3, return_indices=True)
+    assert torch.equal(unpool(pooled, index, (12, 12)), F.max_unpool2d(pooled, index, 3))
+    # Overlapping windows: every winner gets its own value back.
+    pooled, index = F.max_pool2d(x, 3, stride=1, return_indices=True)
+    back = unpool(pooled, index, (12, 12))
+    winners = back != 0
+    torch.testing.assert_close(back[winners], x[winners])
+
+
+def test_maps_are_padded_or_cut_half_on_either_side():
+    x = torch.arange(1.0, 4).view(1, 1, 3)
+    assert pad_to(x, (6,)).tolist() == [[[0, 1, 2, 3, 0, 0]]]
+    assert pad_to(x, (3,)) is x
+    assert pad_to(x, (1,)).tolist() == [[[2]]]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("net", [mlp, conv_pool_relu, conv_relu_pool])
+def test_compiled_vectorized_training_changes_nothing(federation, flat, recwarn, net):
+    terms = [EntropyRegularizer(0.9), Proximal(0.1)]
+    plain, expected = federation(net, terms=terms)
+    module, loop = federation(net, lambda m: VectorizedClients(m, 3, compile=True), terms=terms)
+    assert not [w for w in recwarn if "not compiled" in str(w.message)]
+    torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
+    for client in range(4):
+        one, other = loop.store.get(client), expected.store.get(client)
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)

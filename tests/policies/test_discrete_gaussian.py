@@ -212,3 +212,50 @@ def test_a_round_in_which_no_client_reports_waits_for_the_next():
     assert "reward" not in policy.metrics()
     policy.update(reported(2, 1.0))
     assert policy.metrics()["reward"] == 0.5
+
+
+def bandit(seed, rounds=300, **options):
+    """The probability, in the end, of the best of five settings, whose rewards are noisy."""
+    policy = DiscreteGaussianReinforce({"lr": [1, 2, 3, 4, 5]}, policy_lr=0.5, seed=seed, **options)
+    noise = torch.Generator().manual_seed(seed)
+    for t in range(rounds):
+        lr = float(policy.sample(t, torch.tensor([0]))["lr"][0])
+        reward = 0.3 - 0.1 * abs(lr - 5) + 0.05 * float(torch.randn(1, generator=noise))
+        policy.update(feedback(t, 1.0, 1.0 - reward))
+    return float(policy.mean[0])
+
+
+def test_draws_follow_the_probabilities():
+    policy = DiscreteGaussianReinforce(GRID, precision=8.0, seed=0)
+    counts = torch.zeros(len(policy.points))
+    for round in range(4000):
+        counts[policy._draw(round)] += 1
+    expected = policy.probabilities() * 4000
+    chi2 = float(((counts - expected) ** 2 / expected).sum())
+    assert chi2 < 20.5  # 5 degrees of freedom, one in a thousand
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"centered": True}, {"window": 0}))],
+)
+def test_policy_finds_the_best_setting(options):
+    """In each of four runs; without a baseline's window nothing is learned."""
+    means = [bandit(seed, **options) for seed in range(4)]
+    if options.get("window") == 0:
+        assert means == [0] * 4
+    else:
+        assert min(means) > 0.3
+
+
+@pytest.mark.parametrize("bad", [1e4, math.inf, math.nan])
+def test_one_bad_round_does_not_decide_all_later_ones(bad):
+    policy = DiscreteGaussianReinforce(GRID, seed=3, learn_precision=True)
+    losses = [2.3, 2.2, bad, bad, 2.1, 2.0, 1.9, 1.8]
+    rewards = []
+    for round, (before, after) in enumerate(itertools.pairwise(losses)):
+        policy.update(feedback(round, before, after))
+        rewards.append(policy.metrics()["reward"])
+    assert rewards[1] == -10
+    assert rewards[3] > 0  # it came back
+    assert policy.probabilities().max() < 0.9

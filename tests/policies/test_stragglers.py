@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
 from lightning_fl.policies import (
     HyperparameterPolicy,
@@ -72,3 +73,12 @@ def test_stages_draw_different_stragglers():
     policy.setup(Federation(100, Cohort(100, 100)))
     drawn = [policy.sample(round, torch.arange(100))["num_steps"] for round in range(4)]
     assert len({tuple(steps.tolist()) for steps in drawn}) == 4
+
+
+def test_who_is_dropped_does_not_train(fit, foreign):
+    loop = FederatedLoop(policy=Stragglers(0.5, drop=True), buffers="average", seed=0)
+    fit(foreign(), loop, rounds=3)
+    assert [row["clients"] for row in loop.rows] == [2, 2, 2]
+    everyone = FederatedLoop(policy=Stragglers(1.0, drop=True), buffers="average", seed=0)
+    fit(foreign(), everyone, rounds=2)
+    assert [row["clients"] for row in everyone.rows] == [1, 1]
