@@ -70,8 +70,6 @@ class RunReport(Callback):
     At the end of a fit, also after an interruption:
 
     - ``rounds.png``: accuracy and loss over rounds;
-    - ``aggregator.png`` and ``policy.png``: figures of the aggregator (such as its tree of
-      clusters) and of the policy, if they define ``plot``;
     - ``participation.csv``: one row per client with its number of training samples, the number of
       rounds in which it was sampled, the number of its dropped updates, and ``train_acc``, the
       accuracy of the global model on its training samples. ``train_acc`` is omitted if there is a
@@ -164,9 +162,6 @@ class RunReport(Callback):
         loop, folder = _loop(trainer), self._folder
         if folder is not None and loop.rows:
             _save(round_figure(loop.rows), folder / "rounds.png")
-            has_begun = loop.aggregator.server.numel() > 0
-            _save(loop.aggregator.plot() if has_begun else None, folder / "aggregator.png")
-            _save(loop.policy.plot(loop.rows), folder / "policy.png")
         self._write_environment(trainer, state)
         self._folder = None
 

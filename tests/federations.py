@@ -335,7 +335,7 @@ ROWS = {
     "FedAdam, MOON, DiscreteGaussianReinforce": lambda root: row(
         module(MOON()),
         aggregator=FedAdam(),
-        policy=DiscreteGaussianReinforce(GRID, optimizer="adam", learn_precision=True),
+        policy=DiscreteGaussianReinforce(GRID, learn_precision=True),
     ),
     "FedYogi, APFL": lambda root: row(module(APFL(0.9)), aggregator=FedYogi(), policy=Uneven()),
     "FedNova, momentum": lambda root: row(
@@ -387,7 +387,7 @@ ROWS = {
         None,
         samples(local_test_size=0.3, partition=Dirichlet(0.5, min_size=10), unseen_clients=0.2),
         [PersonalizedEvaluation(steps=2, local_steps=2)],
-        aggregator=AFL(0.1, output="average"),
+        aggregator=AFL(0.1),
     ),
     "AFLSampler, learned steps": lambda root: row(
         aggregator=AFL(0.3, mode="sampling"),
@@ -409,7 +409,7 @@ ROWS = {
     "FedPIDAvg, SpeechCommands": lambda root: row(
         KeywordCNN(width=2, hidden=8),
         small(SpeechCommands, root, keywords=["yes", "no"]),
-        aggregator=FedPIDAvg(window=2, cancellation=0.0),
+        aggregator=FedPIDAvg(cancellation=0.0),
         policy=Schedule(num_steps=1),
     ),
     "ClusteredFL, RunReport": lambda root: row(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.low_rank import draw_ranks
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.options import check_integer, check_number
+from lightning_fl.options import check_integer, check_number, is_list
 
 #: Rank of every client, of each client, or the share of the clients that have a rank.
 Ranks = int | Sequence[int] | Mapping[int, float] | None
@@ -52,12 +52,8 @@ class AdapterRule(FedAvg, ABC):
     ) -> None:
         super().__init__(weighting)
         self.ranks = ranks
-        if isinstance(ranks, Sequence | Mapping):
-            if not ranks or isinstance(ranks, str):
-                raise FederationError(
-                    f"ranks must be a rank, one rank per client, or shares by rank, got {ranks!r}"
-                )
-            for rank in ranks:
+        if is_list(ranks) or isinstance(ranks, Mapping):
+            for rank in cast("Iterable[int]", ranks):
                 check_integer("a rank in ranks", rank, min=1)
             for share in ranks.values() if isinstance(ranks, Mapping) else ():
                 check_number("a share in ranks", share, above=0)
@@ -120,11 +116,6 @@ class AdapterRule(FedAvg, ABC):
     def update(self, clients: ClientUpdate) -> None:
         """Add the updates of clients to an average; rules add what they need of the adapters."""
         super().update(clients)
-
-    @abstractmethod
-    def compute(self) -> Tensor:
-        """Return the average; rules replace its adapters."""
-        return super().compute()
 
     def models_for(self, clients: Tensor) -> Tensor:
         """Return the global model, with the factors cut to the rank of each client, ``[k, P]``."""
@@ -190,29 +181,19 @@ def adapter_pairs(rule: str, layout: VectorLayout) -> list[tuple[str, str]]:
         [('q.lora_A.x.weight', 'q.lora_B.x.weight')]
     """
     shapes = layout.shapes
-    for name in shapes:
-        if _OTHER.search(name):
-            raise FederationError(
-                f"{rule} supports adapters of linear layers and convolutions, and {name} is of"
-                " another kind: leave its layer out of target_modules, or use FedAvg"
-            )
     found = []
-    for name in (name for name in shapes if _FACTOR_A.search(name) and shapes[name].numel()):
-        other, size = _FACTOR_A.sub("lora_B", name), shapes[name]
-        if len(size) < 2:
-            continue
-        if other not in shapes:
+    for name, size in shapes.items():
+        other = _FACTOR_A.sub("lora_B", name)
+        is_factor = other != name and size.numel() and len(size) > 1
+        is_product = other in shapes and shapes[other][1:2] == size[:1]
+        if _OTHER.search(name) or (is_factor and not is_product):
             raise FederationError(
-                f"{rule} averages the product of both factors, but {other} is not exchanged with"
-                f" {name}: train both factors, or use FedAvg"
+                f"{rule} averages products of two factors that clients send, of linear layers or"
+                f" convolutions without groups, and {name} is not one of them: train both factors,"
+                " leave its layer out of target_modules, or use FedAvg"
             )
-        if shapes[other][1] != size[0]:
-            raise FederationError(
-                f"{rule} does not support the adapter {name}, {list(size)}, beside"
-                f" {list(shapes[other])}: it is of a convolution with groups. Leave its layer out"
-                " of target_modules, or use FedAvg"
-            )
-        found.append((name, other))
+        if is_factor:
+            found.append((name, other))
     if not found:
         raise FederationError(
             f"{rule} aggregates LoRA adapters, and the module has none that are trained: build the"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.contracts.client_part import ClientPart, MeanLosses, check_losses
+from lightning_fl.contracts.client_part import ClientPart, MeanLosses
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.contracts.update import ClientUpdate
@@ -62,9 +62,6 @@ class AFL(Aggregator):
             value if losses differ by 1.
         initial: Initial mixture: ``uniform``, or in proportion to the numbers of ``samples``.
         mode: ``weights`` or ``sampling``.
-        output: Model that is validated, tested and saved. ``last`` is :math:`x`. ``average`` is the
-            mean of :math:`x` after all rounds that changed it, for which the paper proves
-            convergence; clients still start from :math:`x`.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if clients or sampler
@@ -81,27 +78,23 @@ class AFL(Aggregator):
         (tensor([2.]), tensor([0.4500, 0.5500], dtype=torch.float64))
     """
 
+    needs = ("losses",)
     weights: Tensor
     losses: Tensor
     returned: Tensor
     total: VectorSum
     weight: VectorSum
-    last: Tensor
-    average: Tensor
-    count: Tensor
 
     def __init__(
         self,
         gamma: float = 0.01,
         initial: Literal["uniform", "samples"] = "uniform",
         mode: Literal["weights", "sampling"] = "weights",
-        output: Literal["last", "average"] = "last",
     ) -> None:
         super().__init__()
         self.gamma = check_number("gamma", gamma, min=0)
         self.initial = check_choice("initial", initial, "uniform", "samples")
         self.mode = check_choice("mode", mode, "weights", "sampling")
-        self.output = check_choice("output", output, "last", "average")
         # Not normalized, so that initial weights are integers: their sums are exact.
         self.register_buffer("weights", torch.zeros(0, dtype=torch.float64))
         #: Numbers of draws, and mask of the clients whose losses are used, ``[N]``; None is of all.
@@ -111,10 +104,7 @@ class AFL(Aggregator):
         """Refuse clients and samplers that are not those of the mode."""
         super().setup(federation)
         name, size = type(self).__name__, federation.sampling.size
-        check_losses(self, federation.module)
         has_sampler = isinstance(federation.sampler, AFLSampler)
-        if self.output == "average":
-            federation.refuse_stage(self, "it evaluates another model than the one that is trained")
         if self.mode == "weights":
             if has_sampler or size < federation.num_clients:
                 raise FederationError(
@@ -175,11 +165,6 @@ class AFL(Aggregator):
         for name in ("losses", "returned"):  # each client returns to one process
             self.add_state(name, torch.zeros_like(first), dist_reduce_fx="sum")
         self.weights = first
-        if self.output == "average":
-            #: The model that clients start from, the mean of these models, and their number.
-            self.register_buffer("last", server.clone())
-            self.register_buffer("average", torch.zeros_like(server).double())
-            self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=server.device))
 
     def update(self, clients: ClientUpdate) -> None:
         """Add weighted updates to their sum, and note the losses."""
@@ -208,36 +193,4 @@ class AFL(Aggregator):
             }
         if not weight > 0:  # nobody with a weight returned
             return self.server
-        model = (self.server + sum_value(self.total) / weight).to(self.server.dtype)
-        if self.output == "average":
-            self.last, self.count = model.clone(), self.count + 1
-            self.average = self.average + (model.double() - self.average) / self.count
-        return model
-
-    def load_client_network(self) -> None:
-        """Load the model that clients start from."""
-        if self._has_average:
-            self._write(self.last)
-
-    def load_global_network(self, score: Callable[[], float] | None = None) -> None:
-        """Load the average of the models with ``output="average"``."""
-        if self._has_average:
-            self._write(self.average)
-
-    @property
-    def _has_average(self) -> bool:
-        """Whether ``output="average"``, and a round has changed the model."""
-        return "count" in self._buffers and bool(self.count)
-
-    @torch.no_grad()
-    def _write(self, vector: Tensor) -> None:
-        """Copy a vector into the module."""
-        federation = self.known_federation
-        module = federation.module
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name, stack in federation.known_layout.split(vector[None]).items():
-            tensors[name].copy_(stack[0])
-
-    def metrics(self) -> dict[str, float]:
-        """Return the largest and mean loss, their mean by the mixture, and its largest entry."""
-        return self.round_metrics
+        return (self.server + sum_value(self.total) / weight).to(self.server.dtype)

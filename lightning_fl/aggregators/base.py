@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,6 +16,7 @@ from torchmetrics.metric import jit_distributed_available
 from torchmetrics.utilities.data import dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_fl.aggregators.local_training import check_training
 from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
@@ -25,9 +25,6 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.functional.summation import VectorSum
 from lightning_fl.functional.tables import make_place
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Aggregator(Metric, ABC):
@@ -49,6 +46,8 @@ class Aggregator(Metric, ABC):
     #: Whether the result depends on which parameters the clients train; see
     #: :meth:`Aggregator.start`.
     needs_trained_mask = False
+    #: What the rule needs of local training; see :func:`~.local_training.check_training`.
+    needs: Collection[str] = ()
     #: Buffers that grow in a run, such as tables of clients; a checkpoint has larger ones.
     grown: ClassVar[tuple[str, ...]] = ()
     #: Bits per value of updates that are sent in full, whatever the update transforms are. None:
@@ -65,7 +64,7 @@ class Aggregator(Metric, ABC):
         self._sums: dict[str, VectorSum] = {}
         #: Mask of the parameters that clients train in the round, ``[num_parameters]``, or None.
         self.trained: Tensor | None = None
-        #: Metrics of the round, for rules that return them in :meth:`metrics`.
+        #: Metrics of the round, which :meth:`metrics` returns.
         self.round_metrics: dict[str, float] = {}
 
     def setup(self, federation: Federation) -> None:
@@ -77,6 +76,7 @@ class Aggregator(Metric, ABC):
             federation: Description of the run.
         """
         self.federation = federation
+        check_training(self, federation)
         # A Trainer of one process may run beside others, in processes that know each other. If
         # processes share the samples of a client, every process already has all updates.
         is_alone = getattr(federation.trainer, "world_size", None) == 1
@@ -122,6 +122,8 @@ class Aggregator(Metric, ABC):
             # Allocate on every process: a process without clients must gather the same shapes.
             self.allocate(server)
             self.to(server.device)  # move tensors that a rule created on the CPU
+        if self.federation is not None:  # a scheduler may have changed the optimizer
+            check_training(self, self.federation)
         self.reset()
         self.server, self.trained = server, trained
         self.round_metrics = {}
@@ -349,16 +351,12 @@ class Aggregator(Metric, ABC):
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         # torchmetrics would copy a tensor, and squeeze one of shape [1] to a scalar.
-        value = super()._wrap_compute(wraps(compute)(lambda: _Model(compute())))
+        value = super()._wrap_compute(wraps(compute)(lambda: SimpleNamespace(model=compute())))
 
         @wraps(compute)
-        def wrapped() -> Tensor:
-            with ExitStack() as stack:
-                if not self.update_called:  # a process may have no clients
-                    stack.enter_context(warnings.catch_warnings())
-                    warnings.filterwarnings("ignore", ".* was called before the ``update`` method")
-                made: _Model = value()
-            return made.vector
+        def wrapped() -> Any:
+            self._update_count = max(self._update_count, 1)  # a process may have no clients
+            return value().model
 
         return wrapped
 
@@ -411,11 +409,7 @@ class Aggregator(Metric, ABC):
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last round. They are logged and written to the table of rounds."""
-        return {}
-
-    def plot(self) -> Figure | None:
-        """Return a figure of the state of the rule, or None."""
-        return None
+        return self.round_metrics
 
     def models_for(self, clients: Tensor) -> Tensor:
         """Return the initial model of each client, ``[k, P]``.
@@ -434,13 +428,6 @@ class Aggregator(Metric, ABC):
             clients: Client indices, ``[k]``.
         """
         return torch.zeros(len(clients), dtype=torch.int64)
-
-
-class _Model:
-    """Hold the result of ``compute``."""
-
-    def __init__(self, vector: Tensor) -> None:
-        self.vector = vector
 
 
 def _never() -> bool:

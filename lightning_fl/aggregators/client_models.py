@@ -23,8 +23,6 @@ class ClientModels(Aggregator, ABC):
     models: Tensor
     #: Whether a round has been computed.
     begun: Tensor
-    ids: list[Tensor] | Tensor
-    deltas: list[Tensor] | Tensor
 
     def allocate(self, server: Tensor) -> None:
         """Initialize all client models with the global model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from scipy.cluster.hierarchy import cut_tree, linkage
@@ -14,9 +14,6 @@ from lightning_fl.functional.averaging import weighted_mean
 from lightning_fl.functional.similarity import cosine_similarity
 from lightning_fl.functional.tables import PLACES, with_place
 from lightning_fl.options import check_choice, check_integer, check_number
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class ClusteredFL(Aggregator):
@@ -32,9 +29,10 @@ class ClusteredFL(Aggregator):
 
     the cluster is split in two by agglomerative clustering of the cosine similarities between
     client updates. Each model is then updated with the mean of its clients,
-    :math:`W_c \leftarrow W_c + \bar\Delta_c`. After a split both parts start from the model of
-    the parent cluster. Norms and cosines are computed over parameters, without BatchNorm
-    statistics, as in the authors' program (felisat/clustered-federated-learning).
+    :math:`W_c \leftarrow W_c + \bar\Delta_c`; both parts of a split start from the model of the
+    parent cluster, and move by the means of their own clients. Norms and cosines are computed over
+    parameters, without BatchNorm statistics. All this is as in the authors' program
+    (felisat/clustered-federated-learning).
 
     Only clients of the current round are considered. A cluster without sampled clients keeps its
     model. Clients that are not sampled in the round of a split stay in the first part. Cluster
@@ -55,10 +53,6 @@ class ClusteredFL(Aggregator):
             paper's criterion.
         weighting: ``samples`` weights a client by its number of samples. ``uniform`` gives all
             clients equal weight.
-        split_update: Model update in the round of a split. ``parts`` updates each part with the
-            mean of its own clients (the authors' program, which splits before aggregation).
-            ``cluster`` updates both parts with the mean of the whole cluster, so that both are
-            equal at the start of the next round (aggregation before the split).
 
     Raises:
         FederationError: If an option is out of range.
@@ -79,9 +73,6 @@ class ClusteredFL(Aggregator):
     cluster_of: Tensor
     tree: Tensor
     round: Tensor
-    ids: list[Tensor] | Tensor
-    deltas: list[Tensor] | Tensor
-    sizes: list[Tensor] | Tensor
 
     def __init__(
         self,
@@ -91,7 +82,6 @@ class ClusteredFL(Aggregator):
         min_size: int = 3,
         linkage: Literal["complete", "single"] = "complete",
         weighting: Literal["samples", "uniform"] = "samples",
-        split_update: Literal["parts", "cluster"] = "parts",
     ) -> None:
         super().__init__()
         self.eps1 = check_number("eps1", eps1, min=0)
@@ -100,7 +90,6 @@ class ClusteredFL(Aggregator):
         self.min_size = check_integer("min_size", min_size, min=2)
         self.linkage = check_choice("linkage", linkage, "complete", "single")
         self.weighting = check_choice("weighting", weighting, "samples", "uniform")
-        self.split_update = check_choice("split_update", split_update, "parts", "cluster")
         self._norms: dict[str, float] = {}
 
     def allocate(self, server: Tensor) -> None:
@@ -164,9 +153,7 @@ class ClusteredFL(Aggregator):
         stands_still = mean_norm < self.eps1 and max_norm > self.eps2
         if stands_still and self.round > self.warmup and len(ids) >= self.min_size:
             apart = self.parts(parameters)
-            moved = moved * 2
-            if self.split_update == "parts":
-                moved = [before + weighted_mean(wide[p], weights[p]) for p in (~apart, apart)]
+            moved = [before + weighted_mean(wide[p], weights[p]) for p in (~apart, apart)]
             self.cluster_of[ids[apart]] = len(self.models)
             self.models = torch.cat([self.models, moved[1][None].to(self.models.dtype)])
             self.tree = torch.cat([self.tree, self.tree.new_tensor([[cluster, int(self.round)]])])
@@ -193,30 +180,6 @@ class ClusteredFL(Aggregator):
     def metrics(self) -> dict[str, float]:
         """Return the number of clusters, and the norms of the one with the largest update."""
         return {"clusters": len(self.models), **self._norms}
-
-    def plot(self) -> Figure:
-        """Draw the tree of clusters over rounds, with the number of clients in each."""
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-
-        figure = Figure(figsize=(6, 1.5 + 0.4 * len(self.models)), layout="constrained")
-        axes = figure.subplots()
-        for cluster, (members, (parent, born)) in enumerate(
-            zip(self.clusters(), self.tree.tolist(), strict=True)
-        ):
-            start = max(born, 0)
-            axes.plot([start, int(self.round)], [cluster, cluster], color=f"C{cluster % 10}", lw=3)
-            if parent >= 0:  # separate lines for several splits in one round
-                at = start + 0.015 * cluster * max(int(self.round), 1) / len(self.models)
-                axes.plot([at, at], [parent, cluster], color=f"C{cluster % 10}", lw=1)
-            label = f" {len(members)} client{'s' * (len(members) != 1)}"
-            axes.annotate(label, (int(self.round), cluster), va="center", fontsize=9)
-        axes.set(xlabel="round", ylabel="cluster", yticks=range(len(self.models)))
-        axes.margins(x=0.2)
-        axes.set_xlim(left=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.spines[["top", "right"]].set_visible(False)
-        return figure
 
     def _cluster(self, ids: Tensor) -> Tensor:
         """Return client clusters, -1 for new clients, and grow the table if necessary."""

@@ -40,9 +40,6 @@ class Downpour(FedOpt):
         tensor([2.])
     """
 
-    ids: list[Tensor] | Tensor
-    deltas: list[Tensor] | Tensor
-
     def __init__(
         self,
         optimizer: OptimizerCallable | None = None,

@@ -252,10 +252,6 @@ class DPFedAvg(FedOpt):
         model: Tensor = self.compute()
         return model
 
-    def metrics(self) -> dict[str, float]:
-        """Return the privacy loss so far, the norm, and the noise on each entry of the mean."""
-        return self.round_metrics
-
     def get_extra_state(self) -> dict[str, Any]:
         """Return the privacy ledger and the optimizer state for the checkpoint."""
         state = super().get_extra_state() | {"ledger": [list(entry) for entry in self.ledger]}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.fedavg import FedAvg
-from lightning_fl.contracts.client_part import ClientContext, ClientPart, check_losses
+from lightning_fl.contracts.client_part import ClientContext, ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.functional.interpolation import between, next_weights
@@ -57,6 +57,8 @@ class FedALA(FedAvg):
         >>> loop = FederatedLoop(FedALA(tensors=2))
     """
 
+    needs = ("losses",)
+
     def __init__(
         self,
         tensors: int = 2,
@@ -70,11 +72,6 @@ class FedALA(FedAvg):
         self.lr = check_number("lr", lr, min=0)
         self.fraction = check_number("fraction", fraction, above=0, max=1)
         self.first_passes = check_integer("first_passes", first_passes, min=1)
-
-    def setup(self, federation: Federation) -> None:
-        """Refuse modules without losses."""
-        super().setup(federation)
-        check_losses(self, federation.module)
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients learn where to start."""

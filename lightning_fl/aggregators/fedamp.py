@@ -101,7 +101,3 @@ class FedAMP(ClientModels):
         }
         away = (self.models.double() - self.server).mean(0)
         return (self.server + away).to(self.server.dtype)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the mean weight of a client's own model, and the distance between models."""
-        return self.round_metrics

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from lightning_fl.aggregators.asynchronous import AsynchronousAggregator
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
-from lightning_fl.functional.staleness import StalenessFunction
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_number
 
@@ -32,13 +33,7 @@ class FedAsync(AsynchronousAggregator):
 
     Args:
         alpha: Mixing weight :math:`\alpha`, in (0, 1].
-        staleness: Function :math:`s(\tau)` of the weights: ``constant``, ``polynomial`` or
-            ``hinge``.
-        exponent: Exponent :math:`a` of the polynomial, :math:`(1 + \tau)^{-a}`.
-        slope: Slope :math:`A` of the hinge, :math:`1 / (A (\tau - b) + 1)` above :math:`b`.
-        delay: Staleness :math:`b` up to which the hinge is 1.
-        max_staleness: Maximum staleness of an update. Updates that are staler are dropped. None
-            accepts all.
+        options: The arguments of :class:`AsynchronousAggregator`, such as ``staleness``.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the sampler is
@@ -56,16 +51,8 @@ class FedAsync(AsynchronousAggregator):
     total: VectorSum
     count: Tensor
 
-    def __init__(
-        self,
-        alpha: float = 0.6,
-        staleness: StalenessFunction = "polynomial",
-        exponent: float = 0.5,
-        slope: float = 10.0,
-        delay: float = 4.0,
-        max_staleness: int | None = None,
-    ) -> None:
-        super().__init__(staleness, exponent, slope, delay, max_staleness)
+    def __init__(self, alpha: float = 0.6, **options: Any) -> None:
+        super().__init__(**options)
         self.alpha = check_number("alpha", alpha, above=0, max=1)
 
     def setup(self, federation: Federation) -> None:

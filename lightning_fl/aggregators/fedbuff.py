@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.asynchronous import AsynchronousAggregator
 from lightning_fl.contracts.update import ClientUpdate
-from lightning_fl.functional.staleness import StalenessFunction
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.options import check_number
 
@@ -35,14 +36,8 @@ class FedBuff(AsynchronousAggregator):
 
     Args:
         lr: Learning rate :math:`\eta_g` of the server.
-        staleness: Function :math:`s(\tau)` of the weights: ``constant``, ``polynomial`` or
-            ``hinge``.
-        exponent: Exponent :math:`a` of the polynomial, :math:`(1 + \tau)^{-a}`.
-        slope: Slope :math:`A` of the hinge, :math:`1 / (A (\tau - b) + 1)` above :math:`b`.
-        delay: Staleness :math:`b` up to which the hinge is 1.
-        max_staleness: Maximum staleness of an update. Updates that are staler are dropped. None
-            accepts all.
         momentum: Momentum :math:`\beta` of the server.
+        options: The arguments of :class:`AsynchronousAggregator`, such as ``staleness``.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the sampler is
@@ -62,17 +57,8 @@ class FedBuff(AsynchronousAggregator):
     count: Tensor
     velocity: Tensor
 
-    def __init__(
-        self,
-        lr: float = 1.0,
-        staleness: StalenessFunction = "polynomial",
-        exponent: float = 0.5,
-        slope: float = 10.0,
-        delay: float = 4.0,
-        max_staleness: int | None = None,
-        momentum: float = 0.0,
-    ) -> None:
-        super().__init__(staleness, exponent, slope, delay, max_staleness)
+    def __init__(self, lr: float = 1.0, momentum: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
         self.lr = check_number("lr", lr, above=0)
         self.momentum = check_number("momentum", momentum, min=0, below=1)
         self.needs_trained_mask = bool(momentum)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.fedavg import FedAvg
-from lightning_fl.aggregators.local_training import check_plain_sgd
 from lightning_fl.contracts.client_part import ClientContext, ClientPart
-from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
@@ -51,6 +49,7 @@ class FedCM(FedAvg):
         (tensor([ 1., -2.]), [-2.0, 4.0])
     """
 
+    needs = ("plain_sgd",)
     momentum: Tensor
     gradient: VectorSum
 
@@ -63,11 +62,6 @@ class FedCM(FedAvg):
         super().__init__(weighting)
         self.alpha = check_number("alpha", alpha, above=0, max=1)
         self.lr = check_number("lr", lr, above=0)
-
-    def setup(self, federation: Federation) -> None:
-        """Refuse local training that is not plain SGD."""
-        super().setup(federation)
-        check_plain_sgd(type(self).__name__, federation)
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients mix their gradients."""
@@ -82,8 +76,6 @@ class FedCM(FedAvg):
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Send the momentum."""
-        if self.federation is not None:  # a scheduler may have changed the optimizer
-            check_plain_sgd(type(self).__name__, self.federation)
         return {"momentum": self.momentum.to(self.server.dtype)}
 
     def update(self, clients: ClientUpdate) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.aggregators.local_training import check_automatic, check_constant_sizes
 from lightning_fl.contracts.client_part import ClientContext, ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
@@ -74,8 +73,8 @@ class FedDyn(Aggregator):
         (tensor([ 1.2500, -2.5000]), [-0.125, 0.25])
     """
 
+    needs = ("automatic", "constant_sizes")
     needs_trained_mask = True
-
     h: Tensor
     total: VectorSum
     count: Tensor
@@ -86,12 +85,6 @@ class FedDyn(Aggregator):
         super().__init__()
         self.alpha = check_number("alpha", alpha, above=0)
         self.weighting = check_choice("weighting", weighting, "uniform", "samples")
-
-    def setup(self, federation: Federation) -> None:
-        """Refuse manual optimization, and weights by samples if the numbers of samples change."""
-        super().setup(federation)
-        check_automatic(type(self).__name__, federation)
-        check_constant_sizes(self, self.weighting, federation)
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients add the regularizer to their gradients."""

@@ -23,8 +23,8 @@ class FedExP(FedAvg):
         {2 (\lVert \bar \Delta \rVert^2 + \epsilon)} \right\}
 
     Norms are over parameters. Buffers are averaged with step 1, because an extrapolated variance
-    could be negative. The step has no upper bound in the paper: updates that cancel each other give
-    a large one; ``max_step`` limits it. The table of rounds shows it as ``server_step``. Equal
+    could be negative. The step has no upper bound: updates that cancel each other give
+    a large one. The table of rounds shows it as ``server_step``. Equal
     updates, one client and a large :math:`\epsilon` give :class:`FedAvg`.
 
     The authors evaluate the mean of the last two models; here, the model itself is evaluated.
@@ -34,7 +34,6 @@ class FedExP(FedAvg):
             EMNIST; their program multiplies it by :math:`M`.
         weighting: ``uniform`` as in the paper, or ``samples`` as in the authors' program: both
             means are then weighted by the numbers of samples.
-        max_step: Upper bound of the step, at least 1; None means none.
 
     Raises:
         FederationError: If an option is out of range.
@@ -54,11 +53,9 @@ class FedExP(FedAvg):
         self,
         eps: float = 1e-3,
         weighting: Literal["samples", "uniform"] = "uniform",
-        max_step: float | None = None,
     ) -> None:
         super().__init__(weighting)
         self.eps = check_number("eps", eps, min=0)
-        self.max_step = None if max_step is None else check_number("max_step", max_step, min=1)
 
     def allocate(self, server: Tensor) -> None:
         """Declare the sum of squared norms; see :meth:`FedAvg.allocate`."""
@@ -76,12 +73,6 @@ class FedExP(FedAvg):
         mean, n = self._mean(), self.num_parameters
         mean_square = sum_value(self.squares)[0] / self._normalizer()[0]
         step = extrapolation(mean_square, mean[:n].square().sum(), self.eps)
-        if self.max_step is not None:
-            step = step.clamp(max=self.max_step)
         self.round_metrics["server_step"] = float(step)
         mean[:n] *= step
         return (self.server + mean).to(self.server.dtype)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the step of the server."""
-        return self.round_metrics

@@ -88,23 +88,22 @@ class FedNova(FedOpt):
             of_module = list(federation.module.terms)
             numbers = settable(cast("list[Term]", of_module)).items()
             self._strengths = {n for n, (i, _) in numbers if isinstance(of_module[i], Proximal)}
-        self._momentum = self._checked_momentum(federation)
+        self._look_at_momentum(federation)
 
-    def _checked_momentum(self, federation: Federation) -> float:
-        """Return the momentum of clients; refuse a solver that cannot be normalized."""
+    def _look_at_momentum(self, federation: Federation) -> None:
+        """Note the momentum of clients; refuse a solver that cannot be normalized."""
         name = type(self).__name__
-        momentum = check_sgd(name, federation)
-        if self._mu and momentum:
+        self._momentum = check_sgd(name, federation)
+        if self._mu and self._momentum:
             raise FederationError(
                 f"{name} knows SGD with momentum and SGD with a proximal term, and clients train"
                 " with both: leave one of them out"
             )
-        return momentum
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Refuse a proximal term whose strength the policy sets; take the momentum of the round."""
         if self.federation is not None:  # a scheduler may have changed the optimizer
-            self._momentum = self._checked_momentum(self.federation)
+            self._look_at_momentum(self.federation)
         if drawn := sorted(self._strengths & plan.hyperparameters.keys()):
             raise FederationError(
                 f"{type(self).__name__} takes the strength of proximal terms from the module, and"

@@ -131,10 +131,6 @@ class FedOpt(FedAvg):
             moved = moved.where(self.trained, average[:n])
         return torch.cat([moved, average[n:]]).to(self.server.dtype)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the learning rate of the round, with a scheduler."""
-        return self.round_metrics
-
     def get_extra_state(self) -> dict[str, Any]:
         """Return the states of the optimizer and the scheduler for the checkpoint."""
         if not hasattr(self, "_optimizer"):  # before the first round

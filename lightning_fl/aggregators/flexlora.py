@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from lightning_fl.aggregators.adapters import AdapterRule, Ranks
+from lightning_fl.aggregators.adapters import AdapterRule
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
@@ -69,15 +67,6 @@ class FlexLoRA(AdapterRule):
         >>> rule.compute()  # A keeps its direction, and B is the mean of 1 and 3
         tensor([0.6000, 0.8000, 2.0000])
     """
-
-    ids: list[Tensor] | Tensor
-    weights: list[Tensor] | Tensor
-    factors: list[Tensor] | Tensor
-
-    def __init__(
-        self, ranks: Ranks = None, weighting: Literal["samples", "uniform"] = "samples"
-    ) -> None:
-        super().__init__(ranks, weighting)
 
     def setup(self, federation: Federation) -> None:
         """Refuse what clients keep in coordinates; see :meth:`AdapterRule.setup`."""
@@ -152,7 +141,3 @@ class FlexLoRA(AdapterRule):
             lost.append(share)
         self.round_metrics = {"lost_energy": float(torch.stack(lost).max())}
         return model
-
-    def metrics(self) -> dict[str, float]:
-        """Return the share of the average product that the rank of the module cannot hold."""
-        return self.round_metrics

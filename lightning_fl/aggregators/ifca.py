@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.contracts.client_part import ClientContext, ClientPart, check_losses
+from lightning_fl.contracts.client_part import ClientContext, ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.contracts.update import ClientUpdate
@@ -65,12 +65,11 @@ class IFCA(Aggregator):
         (tensor([4.]), tensor([2., 8.]))
     """
 
+    needs = ("losses",)
     models: Tensor
     cluster_of: Tensor
     begun: Tensor
     weight: VectorSum
-    ids: list[Tensor] | Tensor
-    choices: list[Tensor] | Tensor
 
     def __init__(
         self,
@@ -84,9 +83,8 @@ class IFCA(Aggregator):
         self.seed = check_integer("seed", seed, min=0, optional=True)
 
     def setup(self, federation: Federation) -> None:
-        """Refuse modules without losses."""
+        """Refuse update transforms."""
         super().setup(federation)
-        check_losses(self, federation.module)
         if federation.update_transforms:
             raise FederationError(
                 "IFCA lets clients start from another model than the one that updates refer to, so"
@@ -176,10 +174,6 @@ class IFCA(Aggregator):
         self.round_metrics["clusters"] = float((members > 0).sum())
         away = members / members.sum() @ (models.double() - models[0])
         return (models[0] + away).to(self.server.dtype)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the number of clusters with clients."""
-        return self.round_metrics
 
 
 class _Choice(ClientPart):

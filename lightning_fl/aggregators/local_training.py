@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
+from lightning_fl.contracts.client_part import check_losses
 from lightning_fl.contracts.context import Federation
 from lightning_fl.errors import FederationError
+
+
+def check_training(rule: Any, federation: Federation) -> None:
+    """Refuse local training that does not have what a rule needs.
+
+    A rule declares it in ``needs``: ``losses`` of samples, ``automatic`` optimization,
+    ``plain_sgd``, or ``no_decay`` of weights. Rules that weight clients over rounds need
+    ``constant_sizes`` if their ``weighting`` is ``samples``.
+
+    Args:
+        rule: The rule.
+        federation: The run. Outside a fit nothing is checked.
+
+    Raises:
+        FederationError: If something is missing.
+    """
+    name, needs = type(rule).__name__, rule.needs
+    if "losses" in needs:
+        check_losses(rule, federation.module)
+    if "automatic" in needs:
+        check_automatic(name, federation)
+    if "plain_sgd" in needs:
+        refused = ["momentum", *["weight_decay"] * ("no_decay" in needs)]
+        check_plain_sgd(name, federation, refused)
+    streams = getattr(federation.data, "stream_steps", 1) > 1
+    if "constant_sizes" in needs and streams and rule.weighting == "samples":
+        raise FederationError(
+            f"{name}(weighting='samples') requires clients of a constant size, and"
+            " the data module has stream_steps: set weighting='uniform'"
+        )
 
 
 def check_automatic(name: str, federation: Federation) -> None:
@@ -42,74 +74,56 @@ def check_sgd(name: str, federation: Federation) -> float:
         FederationError: Says what of the optimizer, the schedulers or the precision does not fit.
     """
     check_automatic(name, federation)
-    if federation.phases:
-        raise FederationError(
-            f"{name} divides a client's move by its local steps, and with phases a parameter is not"
-            " trained in all of them: remove phases, or use FedAvg"
-        )
     if (trainer := federation.trainer) is None:
         return 0.0
-    if trainer.accumulate_grad_batches != 1:
-        raise FederationError(
-            f"{name} divides a client's move by its local steps, and accumulate_grad_batches makes"
-            " fewer optimizer steps: increase batch_size instead"
-        )
     optimizer: Any = trainer.optimizers[0]
     kind, groups = type(optimizer), optimizer.param_groups
-    if kind is not torch.optim.SGD:
-        raise FederationError(
-            f"{name} divides a client's move by its gradient steps, which is known for"
-            f" torch.optim.SGD, and the optimizer is {kind.__name__}: choose SGD"
-        )
+    momentum = float(groups[0].get("momentum") or 0)
+    is_stepwise = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+    keeps = federation.optimizer_state == "keep" and momentum > 0
+    found = {
+        "phases do not train each parameter in all of them: remove phases": federation.phases,
+        "accumulate_grad_batches makes fewer: increase batch_size instead": (
+            trainer.accumulate_grad_batches != 1
+        ),
+        f"the optimizer is {kind.__name__}: choose SGD": kind is not torch.optim.SGD,
+        'a scheduler has interval="step": set interval="epoch", which counts rounds': is_stepwise,
+        "the momentum does not start at 0: set optimizer_state='reset'": keeps,
+    }
     for option in ("dampening", "nesterov", "maximize"):
-        if any(group[option] for group in groups):
-            raise FederationError(f"{name} does not support SGD({option}=...): leave it out")
+        is_set = any(group.get(option) for group in groups)
+        found[f"the optimizer is SGD({option}=...): leave it out"] = is_set
     for option in ("lr", "momentum"):
-        if len({float(group[option]) for group in groups}) > 1:
+        differs = len({float(group.get(option) or 0) for group in groups}) > 1
+        found[f"parameters have different {option}: use one group, and lr_factor=1 in terms"] = (
+            differs
+        )
+    for reason, is_so in found.items():
+        if is_so:
             raise FederationError(
-                f"{name} needs one {option} for all parameters, and the optimizer has groups with"
-                " different ones: use one group, and lr_factor=1 in terms"
+                f"{name} divides a client's move by its local steps, and {reason}"
             )
-    if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
-        raise FederationError(
-            f"{name} needs a learning rate that is constant in a round, and a scheduler has"
-            ' interval="step": set interval="epoch", which counts rounds'
-        )
-    if federation.optimizer_state == "keep" and groups[0]["momentum"]:
-        raise FederationError(
-            f"{name} needs a momentum that starts at 0 in every round: set optimizer_state='reset'"
-        )
-    return float(groups[0]["momentum"])
+    return momentum
 
 
-def check_plain_sgd(name: str, federation: Federation) -> None:
-    """Refuse local training that is not SGD without momentum and gradient clipping.
+def check_plain_sgd(name: str, federation: Federation, refused: Collection[str]) -> None:
+    """Refuse local training that is not SGD, with some options, or with gradient clipping.
 
     Args:
         name: What refuses it.
         federation: The run. Outside a fit nothing is checked.
+        refused: Options of SGD that must be 0.
 
     Raises:
-        FederationError: See :func:`check_sgd`; if there is momentum, or gradients are clipped.
+        FederationError: See :func:`check_sgd`; if an option is set, or gradients are clipped.
     """
-    if check_sgd(name, federation):
-        raise FederationError(f"{name} does not support SGD(momentum=...): set momentum=0")
-    if federation.trainer is not None and federation.trainer.gradient_clip_val:
+    check_sgd(name, federation)
+    if (trainer := federation.trainer) is None:
+        return
+    for option in refused:
+        if any(group[option] for group in trainer.optimizers[0].param_groups):
+            raise FederationError(f"{name} does not support SGD({option}=...): set {option}=0")
+    if trainer.gradient_clip_val:
         raise FederationError(
             f"{name} cannot be combined with gradient clipping: leave out trainer.gradient_clip_val"
-        )
-
-
-def check_constant_sizes(rule: object, weighting: str, federation: Federation) -> None:
-    """Refuse weights by numbers of samples that change in the run.
-
-    Args:
-        rule: Rule that weights clients over rounds.
-        weighting: Its weighting.
-        federation: Description of the run.
-    """
-    if weighting == "samples" and getattr(federation.data, "stream_steps", 1) > 1:
-        raise FederationError(
-            f"{type(rule).__name__}(weighting='samples') requires clients of a constant size, and"
-            " the data module has stream_steps: set weighting='uniform'"
         )

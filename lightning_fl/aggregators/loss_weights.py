@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.contracts.client_part import ClientPart, MeanLosses, check_losses
-from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.client_part import ClientPart, MeanLosses
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.summation import VectorSum, add_rows, sum_value
 from lightning_fl.functional.tables import PLACES, with_place
-from lightning_fl.options import check_flag, check_integer, check_number
+from lightning_fl.options import check_number
 
 #: Names of the sums of updates, each weighted by one term.
 TERMS = ("total_of_sizes", "total_of_falls", "total_of_integrals")
+#: Lower bound on the losses of FedControl, which prevents division by values near 0.
+LEAST = 1e-8
 
 
 class FedControl(Aggregator):
@@ -44,7 +45,6 @@ class FedControl(Aggregator):
         beta: Weight :math:`\beta` of the loss decrease. The integral has weight
             :math:`1 - \alpha - \beta`.
         decay: Decay :math:`\lambda` of past losses, in [0, 1].
-        least: Lower bound on losses, which prevents division by values near 0.
 
     Raises:
         FederationError: If weights are negative or sum to more than 1, if ``decay`` is out of
@@ -63,10 +63,9 @@ class FedControl(Aggregator):
     #: Minimum ratio between the absolute sum of a term and the sum of its absolute values. Below it
     #: the term is dominated by cancellation. Without negative values only a sum of 0 is too small.
     cancellation = 0.0
+    needs = ("losses",)
     weight: VectorSum
     absolute: VectorSum
-    ids: list[Tensor] | Tensor
-    reports: list[Tensor] | Tensor
     #: State of each client, ``[places, columns]``: the loss of its last round, the integral up to
     #: that round, and the round number, counted from 1. Round 0 means no record.
     grown: ClassVar[tuple[str, ...]] = ("known",)
@@ -79,7 +78,6 @@ class FedControl(Aggregator):
         alpha: float = 1 / 3,
         beta: float = 1 / 3,
         decay: float = 1.0,
-        least: float = 1e-8,
     ) -> None:
         super().__init__()
         self.alpha = check_number("alpha", alpha, min=0)
@@ -87,7 +85,6 @@ class FedControl(Aggregator):
         if alpha + beta > 1 + 1e-9:
             raise FederationError(f"alpha and beta must sum to at most 1, got {alpha} and {beta}")
         self.decay = check_number("decay", decay, min=0, max=1)
-        self.least = check_number("least", least, above=0)
 
     def allocate(self, server: Tensor) -> None:
         """Declare the weighted sums of the three terms, their weights, and client reports."""
@@ -100,11 +97,6 @@ class FedControl(Aggregator):
         known = torch.zeros(PLACES, self.columns, dtype=torch.float64, device=device)
         self.register_buffer("known", known)
         self.register_buffer("round", torch.zeros((), dtype=torch.int64, device=device))
-
-    def setup(self, federation: Federation) -> None:
-        """Raise an error if the module does not provide per-sample losses."""
-        super().setup(federation)
-        check_losses(self, federation.module)
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Measure the loss on all samples of a client before and after local training."""
@@ -126,7 +118,7 @@ class FedControl(Aggregator):
 
     def _terms(self, known: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss decreases, the integrals and the new client states, ``[k, columns]``."""
-        before, after = before.clamp(min=self.least), after.clamp(min=self.least)
+        before, after = before.clamp(min=LEAST), after.clamp(min=LEAST)
         last, integral, when = known.unbind(1)
         now = self.round + 1
         integral = torch.where(when > 0, self.decay ** (now - when) * integral, 0.0) + after
@@ -166,18 +158,6 @@ class FedControl(Aggregator):
             self.known[ids] = reports
         self.round = self.round + 1
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Resize the table of client states to that of the checkpoint."""
-        if (saved := state_dict.get(prefix + "known")) is not None and (
-            saved.shape[1] != self.columns
-        ):
-            raise FederationError(
-                f"{type(self).__name__} cannot resume from the checkpoint, which stores"
-                f" {saved.shape[1] - 1} losses per client: set window to this number, or remove"
-                " ckpt_path"
-            )
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
 
 class FedCostWAvg(FedControl):
     r"""Weight clients by dataset size and loss decrease (Mächler et al., 2022).
@@ -187,7 +167,6 @@ class FedCostWAvg(FedControl):
 
     Args:
         alpha: Weight :math:`\alpha` of the dataset size, in [0, 1].
-        least: Lower bound on losses, which prevents division by values near 0.
 
     Example:
         >>> rule = FedCostWAvg(0.5)
@@ -195,8 +174,8 @@ class FedCostWAvg(FedControl):
         (0.5, 0.5)
     """
 
-    def __init__(self, alpha: float = 0.5, least: float = 1e-8) -> None:
-        super().__init__(check_number("alpha", alpha, min=0, max=1), 1 - alpha, least=least)
+    def __init__(self, alpha: float = 0.5) -> None:
+        super().__init__(check_number("alpha", alpha, min=0, max=1), 1 - alpha)
 
 
 class FedPIDAvg(FedControl):
@@ -214,10 +193,10 @@ class FedPIDAvg(FedControl):
     is the model at the start of its first round. Sums over clients run over the clients of the
     round, so the weights sum to 1.
 
-    By default nothing is clamped. If a loss rises, :math:`d_k` is negative, and the weight of the
-    client may be negative. The quotient is undefined if :math:`\sum_j d_j` is 0, and if rising and
-    falling losses nearly cancel it gives weights far above 1 and below 0. Therefore this term uses
-    the dataset sizes instead if :math:`\lvert \sum_j d_j \rvert` is at most ``cancellation`` times
+    If a loss rises, :math:`d_k` is negative, and the weight of the client may be negative. The
+    quotient is undefined if :math:`\sum_j d_j` is 0, and if rising and falling losses nearly cancel
+    it gives weights far above 1 and below 0. Therefore this term uses the dataset sizes instead if
+    :math:`\lvert \sum_j d_j \rvert` is at most ``cancellation`` times
     :math:`\sum_j \lvert d_j \rvert`. The same holds for the last term, if losses are negative. The
     metric ``weight_l1`` is the sum of the absolute values of the weights. It is 1 if no weight of a
     term is negative.
@@ -226,9 +205,6 @@ class FedPIDAvg(FedControl):
         alpha: Weight of the dataset size.
         beta: Weight of the loss difference. The recent losses have weight
             :math:`1 - \alpha - \beta`.
-        window: Number of losses to sum, at least 1.
-        clamp: Use :math:`\max(0, d_k)`. The weights are then not negative if no loss is negative.
-            This is not in the paper.
         cancellation: Threshold for the fallback to dataset sizes, in [0, 1). With 0 only a sum of
             exactly 0 is replaced.
 
@@ -246,31 +222,24 @@ class FedPIDAvg(FedControl):
         tensor([4.6600])
     """
 
+    #: The last six losses, oldest first, then a flag: 1 if the client has a record.
+    columns = 7
+
     def __init__(
         self,
         alpha: float = 0.45,
         beta: float = 0.45,
-        window: int = 6,
-        clamp: bool = False,
         cancellation: float = 1e-3,
     ) -> None:
         super().__init__(alpha, beta)
-        self.window = check_integer("window", window, min=1)
-        self.clamp = check_flag("clamp", clamp)
         self.cancellation = check_number("cancellation", cancellation, min=0, below=1)
-        #: The last losses, oldest first, then a flag: 1 if the client has a record.
-        self.columns = self.window + 1
 
     def _terms(self, known: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         has_one = known[:, -1] > 0
         last = torch.where(has_one, known[:, -2], before)
         earlier = torch.where(has_one[:, None], known[:, :-1], 0.0)
         losses = torch.cat([earlier[:, :-1], last[:, None], after[:, None]], dim=1)
-        losses = losses[:, -self.window :]
+        losses = losses[:, 1 - self.columns :]
         fall = last - after
         rows = torch.cat([losses, torch.ones_like(after)[:, None]], dim=1)
-        return fall.clamp(min=0) if self.clamp else fall, losses.sum(1), rows
-
-    def metrics(self) -> dict[str, float]:
-        """Return the sum of the absolute values of the weights."""
-        return self.round_metrics
+        return fall, losses.sum(1), rows

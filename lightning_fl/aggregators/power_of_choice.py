@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.fedavg import FedAvg
-from lightning_fl.contracts.client_part import ClientPart, MeanLosses, check_losses
-from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.client_part import ClientPart, MeanLosses
 from lightning_fl.contracts.update import ClientUpdate
 
 
@@ -29,6 +28,7 @@ class PowerOfChoice(FedAvg):
         FederationError: At the start of a fit, if the module returns no losses of samples.
 
     Example:
+        >>> from lightning_fl.contracts.context import Federation
         >>> from lightning_fl.types import Cohort
         >>> rule = PowerOfChoice()
         >>> rule.setup(Federation(num_clients=3, sampling=Cohort(size=1, clients=3)))
@@ -43,17 +43,11 @@ class PowerOfChoice(FedAvg):
     #: Loss of each client when its update last returned, ``[N]``; infinite before, and empty before
     #: the first round.
     losses: Tensor
-    ids: list[Tensor] | Tensor
-    found: list[Tensor] | Tensor
+    needs = ("losses",)
 
     def __init__(self, weighting: Literal["samples", "uniform"] = "uniform") -> None:
         super().__init__(weighting)
         self.register_buffer("losses", torch.zeros(0, dtype=torch.float64))
-
-    def setup(self, federation: Federation) -> None:
-        """Refuse modules without losses."""
-        super().setup(federation)
-        check_losses(self, federation.module)
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients evaluate the received model."""

@@ -49,17 +49,12 @@ def check_run(name: str, federation: Federation) -> None:
 
 def _check_training(name: str, trainer: Trainer) -> None:
     """Raise an error if local training would pass data from one client to another."""
-    configs = trainer.lr_scheduler_configs
-    if configs and not trainer.lightning_module.automatic_optimization:
+    is_manual = not trainer.lightning_module.automatic_optimization
+    if any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):
         raise FederationError(
-            f"{name} is incompatible with schedulers of a module that steps them itself: they"
-            " continue from the client with the most steps. Remove them from configure_optimizers"
-        )
-    if any(config.interval == "step" for config in configs):
-        raise FederationError(
-            f'{name} is incompatible with a scheduler of interval="step": it continues from the'
-            " client with the most steps, so one client's size would set the learning rate of all."
-            ' Set interval="epoch", which counts rounds'
+            f"{name} is incompatible with a scheduler that counts local steps: it continues from"
+            " the client with the most steps, so one client's size would set the learning rate of"
+            ' all. Let Lightning step it, with interval="epoch", which counts rounds'
         )
 
 
@@ -81,24 +76,14 @@ def check_monitors(name: str, federation: Federation, of_clients: Collection[str
     results: Any = trainer.fit_loop.epoch_loop._results
     logged = [metric.meta.name for metric in results.values()]
     unsafe = {name + suffix for name in logged for suffix in ("", "_step", "_epoch")}
-    callbacks = trainer.callbacks
-    deciding = [(c, getattr(c, "monitor", None)) for c in callbacks]
-    monitored = [
-        *((type(c).__name__, m) for c, m in deciding if isinstance(c, EarlyStopping | Checkpoint)),
-        *(
-            (type(config.scheduler).__name__, config.monitor)
-            for config in trainer.lr_scheduler_configs
-            if config.reduce_on_plateau
-        ),
-        *(
-            (type(policy).__name__, policy.monitor)
-            for policy in reversed([*federation.policy.modules()])  # from the inside
-            if isinstance(policy, HyperparameterPolicy) and policy.learns
-        ),
-    ]
-    for who, monitor in monitored:
+    policies = reversed([*federation.policy.modules()])  # from the inside
+    learning = [p for p in policies if isinstance(p, HyperparameterPolicy) and p.learns]
+    deciding = [c for c in trainer.callbacks if isinstance(c, EarlyStopping | Checkpoint)]
+    plateaus = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
+    monitors = [(part, getattr(part, "monitor", None)) for part in (*deciding, *learning)]
+    for part, monitor in [*monitors, *((c.scheduler, c.monitor) for c in plateaus)]:
         if monitor in unsafe or monitor in of_clients:
             raise FederationError(
-                f"{who} monitors {monitor!r}, which clients report without noise:"
+                f"{type(part).__name__} monitors {monitor!r}, which clients report without noise:"
                 f" {name} does not protect it. Monitor a validation metric"
             )

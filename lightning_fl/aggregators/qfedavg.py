@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.aggregators.local_training import check_plain_sgd
-from lightning_fl.contracts.client_part import ClientPart, MeanLosses, check_losses
+from lightning_fl.contracts.client_part import ClientPart, MeanLosses
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.contracts.update import ClientUpdate
@@ -65,6 +64,7 @@ class QFedAvg(Aggregator):
         tensor([0.3333])
     """
 
+    needs = ("losses", "plain_sgd", "no_decay")
     total: VectorSum
     curvature: VectorSum
     moments: VectorSum
@@ -78,20 +78,12 @@ class QFedAvg(Aggregator):
         #: Learning rate to which those of the clients are a ratio; it cancels in the quotient.
         self._lr = 1.0
 
-    def setup(self, federation: Federation) -> None:
-        """Refuse local training that is not plain SGD, and modules without losses."""
-        super().setup(federation)
-        _check_solver(type(self).__name__, federation)
-        check_losses(self, federation.module)
-
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients evaluate the received model."""
         return [MeanLosses(after=False)]
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Take the learning rate of the round; send nothing."""
-        if self.federation is not None:  # a scheduler may have changed the optimizer
-            _check_solver(type(self).__name__, self.federation)
         self._lr = _common_lr(plan, self.federation)
         return {}
 
@@ -166,18 +158,6 @@ class QFedAvg(Aggregator):
                 f"{name}(q={self.q}) exceeds the range of float64 with losses from {smallest:g} to"
                 f" {largest:g}: decrease q"
             )
-
-    def metrics(self) -> dict[str, float]:
-        """Return mean, variance and maximum of the initial losses of the last round's clients."""
-        return self.round_metrics
-
-
-def _check_solver(name: str, federation: Federation) -> None:
-    """Refuse local training that is not plain SGD."""
-    check_plain_sgd(name, federation)
-    groups = () if federation.trainer is None else federation.trainer.optimizers[0].param_groups
-    if any(group["weight_decay"] for group in groups):
-        raise FederationError(f"{name} does not support SGD(weight_decay=...): set weight_decay=0")
 
 
 def _common_lr(plan: RoundPlan, federation: Federation | None) -> float:

@@ -32,10 +32,6 @@ class RobustAggregator(Aggregator):
     :meth:`center`.
     """
 
-    ids: list[Tensor] | Tensor
-    deltas: list[Tensor] | Tensor
-    weights: list[Tensor] | Tensor
-
     def allocate(self, server: Tensor) -> None:
         """Declare the updates of the round."""
         self.add_lists("ids", "deltas", "weights")
@@ -151,8 +147,6 @@ class Krum(RobustAggregator):
 
     def center(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return the mean of the updates with the best scores; see :class:`RobustAggregator`."""
-        if len(deltas) < self.min_updates:
-            return torch.zeros_like(deltas[0])
         scores = krum_scores(deltas[:, : self.num_parameters], self.attackers)
         return deltas[scores.argsort(stable=True)[: self.keep]].mean(0)
 
@@ -234,7 +228,3 @@ class NormClipping(FedAvg):
         part = float(self.hits / self.count) if self.count else 0.0
         self.round_metrics = {"clipped": part}
         return super().compute()
-
-    def metrics(self) -> dict[str, float]:
-        """Return the fraction of the last round's updates that were clipped."""
-        return self.round_metrics

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.fedavg import FedAvg
-from lightning_fl.aggregators.local_training import (
-    check_automatic,
-    check_constant_sizes,
-    check_plain_sgd,
-)
-from lightning_fl.contracts.client_part import ClientContext, ClientPart, check_losses
+from lightning_fl.contracts.client_part import ClientContext, ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.contracts.update import ClientUpdate
@@ -88,19 +83,8 @@ class Scaffold(FedAvg):
         super().__init__(weighting)
         self.option = check_choice("option", option, "I", "II")
         self.lr = check_number("lr", lr, above=0)
-
-    def setup(self, federation: Federation) -> None:
-        """Refuse local training that the option does not fit."""
-        super().setup(federation)
-        check_automatic(type(self).__name__, federation)
-        if self.option == "I":
-            check_losses(self, federation.module)
-        self._check_solver()
-        check_constant_sizes(self, self.weighting, federation)
-
-    def _check_solver(self) -> None:
-        if self.option == "II" and self.federation is not None:
-            check_plain_sgd(f"{type(self).__name__}(option='II')", self.federation)
+        of_option = ("automatic", "losses") if option == "I" else ("plain_sgd",)
+        self.needs = (*of_option, "constant_sizes")
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients correct their gradients."""
@@ -115,7 +99,6 @@ class Scaffold(FedAvg):
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Send the control variate of the server."""
-        self._check_solver()  # a scheduler may have changed the optimizer
         return {"control": self.control.to(self.server.dtype)}
 
     def update(self, clients: ClientUpdate) -> None:

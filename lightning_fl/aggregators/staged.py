@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.functional.stages import check_stages, stage_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Staged(Aggregator):
@@ -121,11 +118,6 @@ class Staged(Aggregator):
         """Return the metrics of the rule of the last round, and its stage."""
         stage = stage_of(self.rounds, max(int(self.round) - 1, 0))
         return {"stage": stage + 1, **cast("Aggregator", self.rules[stage]).metrics()}
-
-    def plot(self) -> Figure | None:
-        """Return the figure of the last stage that has one."""
-        drawn = (cast("Aggregator", rule).plot() for rule in reversed(list(self.rules)))
-        return next((figure for figure in drawn if figure is not None), None)
 
 
 class _PartOfStage(ClientPart):

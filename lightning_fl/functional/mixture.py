@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -31,30 +29,6 @@ def log_responsibilities(losses: Tensor, log_weights: Tensor) -> Tensor:
         tensor([[    0., -1000.]])
     """
     return (log_weights - losses).log_softmax(1)
-
-
-def floored_log_weights(log_weights: Tensor, floor: float) -> Tensor:
-    r"""Raise small mixture weights to a floor, and normalize all weights.
-
-    .. math:: \pi_m \leftarrow
-        \frac{\max(\pi_m, \varepsilon)}{\sum_{m'} \max(\pi_{m'}, \varepsilon)}
-
-    This is not in the paper, where a weight of 0 stays 0.
-
-    Args:
-        log_weights: Logarithms :math:`\log \pi` of the mixture weights, ``[M]``.
-        floor: Floor :math:`\varepsilon`, at least 0. With 0 the weights are unchanged.
-
-    Returns:
-        Logarithms of the new weights, ``[M]``.
-
-    Example:
-        >>> floored_log_weights(torch.tensor([0.0, 1.0]).log(), 0.25).exp()
-        tensor([0.2000, 0.8000])
-    """
-    if floor == 0:
-        return log_weights
-    return log_weights.clamp(min=math.log(floor)).log_softmax(0)
 
 
 def mixture_log_probabilities(logits: Tensor, log_weights: Tensor) -> Tensor:

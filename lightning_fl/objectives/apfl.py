@@ -103,7 +103,6 @@ class APFL(Term):
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the loss of the mixture, with gradients for the local model and alpha only."""
-        assert client_model.module is not None
         alpha = self._include_last_step() + (self.moved - self.moved.detach())  # of derivative 1
         v = self.personal.parameters_by_name()
         w = {name: client_model.params[name].detach() for name in v}

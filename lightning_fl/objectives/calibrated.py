@@ -39,8 +39,6 @@ class CalibratedLoss(Term):
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the cross-entropy of the changed logits minus the one of the network."""
         logits, module, counts = client_model.outputs, client_model.module, self.class_counts
-        assert logits is not None
-        assert module is not None
         if counts is None:
             raise FederationError(
                 f"{type(self).__name__} trains the clients of a federation: add a FederatedLoop to"

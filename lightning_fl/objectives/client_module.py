@@ -305,7 +305,7 @@ class ClientModule(TermModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any]:
         """Return the loss of a local step; with terms, also ``task_loss`` and ``terms`` alone."""
-        trace = None
+        trace: Any = None
         if self.recorder is None:
             outputs = self(batch[0])
         else:
@@ -437,16 +437,10 @@ class ClientModule(TermModule):
         optimizer = self.make_optimizer(self.parameters())
         groups: list[ParameterGroup] = []
         for term in self._own_terms():
-            if term.is_independent and isinstance(optimizer, PersonalModel):
+            if term.is_independent and isinstance(optimizer, PersonalModel | torch.optim.LBFGS):
                 raise FederationError(
-                    f"{type(optimizer).__name__} and {type(term).__name__} each have a personal"
-                    " model, and a client has one: use SGD, or remove the term"
-                )
-            if term.is_independent and isinstance(optimizer, torch.optim.LBFGS):
-                raise FederationError(
-                    "LBFGS makes one step for all parameters together, so that the second model of"
-                    f" {type(term).__name__} would change the training of the client model: use SGD"
-                    " or Adam"
+                    f"{type(optimizer).__name__} cannot train the second model of"
+                    f" {type(term).__name__} apart from the client model: use SGD or Adam"
                 )
             groups += term.parameter_groups()
         return split_groups(optimizer, groups)

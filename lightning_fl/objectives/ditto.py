@@ -73,7 +73,6 @@ class Ditto(Term):
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the loss of the personal model and its penalty."""
-        assert client_model.module is not None
         loss = client_model.module.loss_with(batch, self.personal.tensors())
         v = self.personal.parameters_by_name()
         x = (global_model.params[name] for name in v)

@@ -17,7 +17,6 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.privacy import clipped_sum, sample_epsilon
 from lightning_fl.objectives.two_passes import TwoPassModule
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.strategies import ClientParallelStrategy
 
 #: Samples whose gradients exist at once.
 AT_ONCE = 64
@@ -69,6 +68,8 @@ class DPSGD(TwoPassModule):
         torch.Size([])
     """
 
+    needs_whole_batches = True
+
     def __init__(
         self,
         net: nn.Module,
@@ -89,17 +90,10 @@ class DPSGD(TwoPassModule):
         super().setup(stage)
         if stage != "fit":
             return
-        name = type(self).__name__
         if mixing := [n for n, part in self.net.named_modules() if isinstance(part, _BatchNorm)]:
             raise FederationError(
-                f"{name} needs a gradient for each sample, and BatchNorm ({mixing[0]}) mixes the"
-                " samples of a batch: replace it, for example with GroupNorm"
-            )
-        strategy = self.trainer.strategy
-        if self.trainer.world_size > 1 and not isinstance(strategy, ClientParallelStrategy):
-            raise FederationError(
-                f"{name} draws from all samples of a client, and {type(strategy).__name__} splits"
-                " them over processes: use strategy='client_parallel'"
+                f"{type(self).__name__} needs a gradient for each sample, and BatchNorm"
+                f" ({mixing[0]}) mixes the samples: replace it, for example with GroupNorm"
             )
         sample_epsilon({(1.0, 1.0): 1}, self.delta)  # raises early if Opacus is missing
 

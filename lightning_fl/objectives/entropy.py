@@ -51,7 +51,6 @@ class EntropyRegularizer(Term):
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the penalty for the predictions of the client."""
-        assert client_model.outputs is not None
         if self.min_entropy > math.log(classes := client_model.outputs.shape[-1]) + 1e-6:
             raise FederationError(
                 f"min_entropy is {self.min_entropy}, and the maximum entropy of {classes} classes"

@@ -46,5 +46,4 @@ class FedDecorr(Term):
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the penalty of the features of a batch."""
-        assert client_model.trace is not None
         return self.beta * correlation_penalty(client_model.trace.activations[-2].flatten(1))

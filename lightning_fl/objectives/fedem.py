@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -16,14 +15,10 @@ from torch.func import functional_call
 
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.initial import draw_parameters
-from lightning_fl.functional.mixture import (
-    floored_log_weights,
-    log_responsibilities,
-    mixture_log_probabilities,
-)
+from lightning_fl.functional.mixture import log_responsibilities, mixture_log_probabilities
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.objectives.client_module import ClientModule
-from lightning_fl.options import check_integer, check_number
+from lightning_fl.options import check_integer
 
 
 class FedEM(ClientModule):
@@ -44,23 +39,19 @@ class FedEM(ClientModule):
     weights.
 
     Mixture weights are stored as logarithms to avoid underflow. As in the authors' program
-    (omarfoq/FedEM) there is no floor by default: the weight of a component with a poor fit
-    decreases, and a weight of 0 stays at 0.
+    (omarfoq/FedEM) they have no lower bound: the weight of a component with a poor fit decreases.
 
     Args:
         net: Network of one component, from inputs to logits. All components have this architecture
             and independent initial parameters.
         components: Number :math:`M` of components.
         optimizer: Function that creates the optimizer from the parameters.
-        floor: Minimum mixture weight, at least 0 and below :math:`1 / M`. Smaller weights are
-            raised to it at the start of a round, and weights are normalized. It allows a client to
-            use a component again after its weight vanished. 0 follows the paper.
         seed: Seed of the initial parameters. Component :math:`m` uses seed + m. None uses the seed
             of ``seed_everything``, or 0.
 
     Raises:
-        FederationError: If there is no component, ``floor`` is out of range, the network has
-            buffers (BatchNorm), or its parameters cannot be initialized again.
+        FederationError: If there is no component, the network has buffers (BatchNorm), or its
+            parameters cannot be initialized again.
 
     Example:
         >>> module = FedEM(nn.Linear(4, 3), components=2)
@@ -75,11 +66,8 @@ class FedEM(ClientModule):
         components: int = 3,
         optimizer: OptimizerCallable = torch.optim.SGD,
         seed: int | None = None,
-        floor: float = 0.0,
     ) -> None:
         check_integer("components", components, min=1)
-        hint = f"the upper limit is 1/{components} for {components} components"
-        check_number("floor", floor, min=0, below=1 / components, hint=hint)
         check_integer("seed", seed, min=0, optional=True)
         if any(True for _ in net.buffers()):
             raise FederationError(
@@ -88,18 +76,16 @@ class FedEM(ClientModule):
             )
         first = run_seed(seed)
         nets = nn.ModuleList(_drawn(net, first + m) for m in range(components))
-        for one, other in combinations(nets, 2):
-            if all(map(torch.equal, one.parameters(), other.parameters())):
-                raise FederationError(
-                    f"all components have equal parameters and would stay equal: implement"
-                    f" {type(net).__name__}.reset_parameters() to initialize them randomly"
-                )
+        if components > 1 and all(map(torch.equal, nets[0].parameters(), nets[1].parameters())):
+            raise FederationError(
+                f"all components have equal parameters and would stay equal: implement"
+                f" {type(net).__name__}.reset_parameters() to initialize them randomly"
+            )
         super().__init__(nets, (), optimizer)
         # In a tuple, so that it is not a submodule: it evaluates the initial components.
         self._template = (copy.deepcopy(net).eval(),)
         like = next(net.parameters())
         equal = like.new_full((components,), 1 / components)
-        self.floor = floor
         #: Logarithms of the mixture weights, logarithms of the summed responsibilities of a round
         #: (0 before its first batch), and the number of samples in this sum.
         self.log_weights = nn.Parameter(equal.log(), requires_grad=False)
@@ -132,8 +118,7 @@ class FedEM(ClientModule):
     def on_client_start(self) -> None:
         """Set the mixture weights from the responsibilities of the last round."""
         mean = self.log_expected - self.seen.clamp(min=1).log()
-        log_weights = torch.where(self.seen > 0, mean, self.log_weights)
-        self.log_weights.copy_(floored_log_weights(log_weights, self.floor))
+        self.log_weights.copy_(torch.where(self.seen > 0, mean, self.log_weights))
         self.log_expected.zero_()
         self.seen.zero_()
 
@@ -189,7 +174,7 @@ class FedEM(ClientModule):
         losses = self._sample_losses(batch[0], batch[1], params)
         equal = torch.zeros_like(self.log_weights)  # the scale does not matter
         log_mean = log_responsibilities(losses, equal).logsumexp(0) - math.log(len(losses))
-        self.log_weights.copy_(floored_log_weights(log_mean, self.floor))
+        self.log_weights.copy_(log_mean)
         return self.weights
 
 

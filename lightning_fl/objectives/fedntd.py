@@ -62,8 +62,6 @@ class FedNTD(Term):
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the mean divergence of the samples."""
-        assert client_model.outputs is not None
-        assert client_model.module is not None
         tensors = global_model.params | self.received.tensors()
         own = {name.removeprefix(f"{NET}."): tensor for name, tensor in tensors.items()}
         with torch.no_grad():

@@ -141,8 +141,6 @@ class FedProto(Term):
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the mean distance to the prototypes, and add the features to their means."""
-        assert client_model.trace is not None
-        assert client_model.module is not None
         features = client_model.trace.activations[-2].flatten(1)
         indicators = class_indicators(batch[1], len(self.seen), features)
         self.sums.add_(indicators.mT @ features.detach())

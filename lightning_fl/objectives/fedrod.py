@@ -87,9 +87,6 @@ class FedRoD(CalibratedLoss):
         """Return the change of the loss of the shared model, plus the loss of the personal one."""
         balanced = super().forward(client_model, global_model, batch)
         module, trace, logits = client_model.module, client_model.trace, client_model.outputs
-        assert module is not None
-        assert trace is not None
-        assert logits is not None
         personal = F.linear(trace.activations[-2].detach(), **self.head)
         losses = F.cross_entropy(logits.detach() + personal, batch[1], reduction="none")
         return balanced + module.mean_of(losses)

@@ -95,8 +95,6 @@ class MOON(Term):
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the mean contrastive loss of the samples."""
-        assert client_model.module is not None
-        assert client_model.trace is not None
         z = _representation(client_model.trace)
         z_global, z_previous = (
             self._evaluated(global_model.params | own.tensors(), batch[0])

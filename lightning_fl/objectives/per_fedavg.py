@@ -14,7 +14,6 @@ from lightning_fl.errors import FederationError
 from lightning_fl.objectives.local_network import trained_parameters
 from lightning_fl.objectives.two_passes import TwoPassModule
 from lightning_fl.options import check_flag, check_number
-from lightning_fl.strategies import ClientParallelStrategy
 
 
 class PerFedAvg(TwoPassModule):
@@ -45,14 +44,16 @@ class PerFedAvg(TwoPassModule):
         optimizer: Function that creates the optimizer from the parameters.
 
     Raises:
-        FederationError: If ``inner_lr`` is out of range; at the start of a fit, if a batch is
-            smaller than the number of its parts, or processes share the samples of a client.
+        FederationError: If ``inner_lr`` is out of range; at the start of a fit, if processes share
+            the samples of a client; in a step, if a batch is smaller than the number of its parts.
 
     Example:
         >>> module = PerFedAvg(nn.Linear(4, 3), inner_lr=0.1)
         >>> module.training_step((torch.ones(4, 4), torch.tensor([0, 1, 2, 0])), 0).shape
         torch.Size([])
     """
+
+    needs_whole_batches = True
 
     def __init__(
         self,
@@ -65,28 +66,6 @@ class PerFedAvg(TwoPassModule):
         self.inner_lr = check_number("inner_lr", inner_lr, min=0)
         self.hessian = check_flag("hessian", hessian)
 
-    def setup(self, stage: str) -> None:
-        """Check the sizes of batches and the strategy."""
-        super().setup(stage)
-        if stage != "fit":
-            return
-        strategy = self.trainer.strategy
-        if self.trainer.world_size > 1 and not isinstance(strategy, ClientParallelStrategy):
-            raise FederationError(
-                "PerFedAvg splits the batch of a client, and"
-                f" {type(strategy).__name__} splits it over processes: use"
-                " strategy='client_parallel'"
-            )
-        data: Any = getattr(self.trainer, "datamodule", None)
-        smallest = getattr(data, "smallest_batch", None)
-        if smallest is not None and (small := smallest < self._num_parts).any():
-            client = int(small.nonzero()[0])
-            raise FederationError(
-                f"PerFedAvg splits each batch into {self._num_parts} parts, but client {client} has"
-                f" a batch of {int(smallest[client])}: increase batch_size or min_size of the"
-                " partition, or set drop_last=True"
-            )
-
     @property
     def _num_parts(self) -> int:
         return 2 + self.hessian
@@ -95,7 +74,10 @@ class PerFedAvg(TwoPassModule):
         """Return the loss after the adaptation; its gradient is that of the local step."""
         size, parts = len(tree_leaves(batch)[0]), self._num_parts
         if size < parts:
-            raise FederationError(f"a batch of {size} cannot be split into {parts} parts")
+            raise FederationError(
+                f"PerFedAvg splits each batch into {parts} parts, and a client has a batch of"
+                f" {size}: increase batch_size or min_size of the partition, or set drop_last=True"
+            )
         at = [size * i // parts for i in range(parts + 1)]
         first, *others = (
             tree_map(lambda t, i=i: t[at[i] : at[i + 1]], batch) for i in range(parts)

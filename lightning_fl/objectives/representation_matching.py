@@ -84,6 +84,7 @@ class RepresentationMatching(Term):
     wants_trace = True
     stays_local = True
     hyperparameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {"coefficient": {"min": 0}}
+    recorder: Recorder
 
     def __init__(
         self,
@@ -107,7 +108,6 @@ class RepresentationMatching(Term):
         self.lr_factor = check_number("lr_factor", lr_factor, above=0)
         self.optimizer = optimizer
         self.points = None if points is None else list(points)
-        self.recorder: Recorder | None = None
         #: Matching layers, from the input up, available from the start of a fit.
         self.layers = nn.ModuleList()
 
@@ -131,8 +131,6 @@ class RepresentationMatching(Term):
                     convolution = CONVOLUTIONS[source.ndim]
                     size = self.kernel_size
                     layer = convolution(source.shape[1], target.shape[1], size, padding=size // 2)
-                    if at != j:
-                        self._check_poolings(j, trace)
                 else:
                     raise FederationError(
                         f"representation matching cannot reconstruct activation {j}, of shape"
@@ -155,30 +153,12 @@ class RepresentationMatching(Term):
             return [(j, j) for j in range(1, points)]
         return [(j + 1, j) for j in range(points - 1)]
 
-    def _check_poolings(self, j: int, trace: Trace) -> None:
-        """Raise an error if the channels of a pooling differ from those to reconstruct."""
-        assert self.recorder is not None
-        target, source = trace.activations[j : j + 2]
-        flags = self.recorder.points[j + 1].unpool_first
-        for (index, _), comes_first in zip(trace.switches[j + 1], flags, strict=True):
-            channels = (source if comes_first else target).shape[1]
-            if index.shape[1] != channels:
-                raise FederationError(
-                    f"representation matching cannot reverse a max pooling of {index.shape[1]}"
-                    f" channels between activation {j}, of shape {list(target.shape[1:])}, and the"
-                    f" next one, of shape {list(source.shape[1:])}: add a point directly before or"
-                    " after the pooling to points=[...]"
-                )
-
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the weighted sum of the errors of all layers."""
         return self.coefficient * torch.stack(self.per_layer(client_model, global_model)).sum()
 
     def per_layer(self, client_model: ModelView, global_model: ModelView) -> list[Tensor]:
         """Return the error of each layer, from the input up, without the coefficient."""
-        assert self.recorder is not None
-        assert client_model.trace is not None
-        assert global_model.trace is not None
         own, fixed = client_model.trace.activations, global_model.trace.activations
         errors = []
         for layer, (at, j) in zip(self.layers, self._pairs(len(own)), strict=True):
@@ -194,7 +174,6 @@ class RepresentationMatching(Term):
 
     def _spatial(self, layer: nn.Module, j: int, trace: Trace, target: Tensor) -> Tensor:
         """Reconstruct spatial maps from the next higher maps, and reverse poolings in between."""
-        assert self.recorder is not None
         guess, size = trace.activations[j + 1], target.shape[2:]
         flags = self.recorder.points[j + 1].unpool_first
         pools = list(zip(trace.switches[j + 1], flags, strict=True))[::-1]

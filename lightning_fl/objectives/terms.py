@@ -54,9 +54,9 @@ class ModelView:
     """
 
     params: dict[str, Tensor]
-    outputs: Tensor | None = None
-    trace: Trace | None = None
-    module: TermModule | None = None
+    outputs: Tensor = None  # type: ignore[assignment]  # the global model has none
+    trace: Trace = None  # type: ignore[assignment]  # only for terms that want it
+    module: TermModule = None  # type: ignore[assignment]  # the global model has none
 
 
 class Term(nn.Module, ABC):

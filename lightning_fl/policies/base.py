@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.functional.tables import with_rows_of
 from lightning_fl.options import check_exclusive, check_integer, check_number
 from lightning_fl.runners import Declared
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def local_steps(values: Mapping[str, Tensor], batches_per_epoch: Tensor) -> Tensor:
@@ -152,14 +149,6 @@ class HyperparameterPolicy(nn.Module, ABC):
         """Return metrics of the last round. They are logged and written to the table of rounds."""
         return {}
 
-    def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-        """Return a figure of the policy, or None.
-
-        Args:
-            rows: Rows of the table of rounds.
-        """
-        return None
-
 
 class RandomPolicy(HyperparameterPolicy):
     """Base class of stochastic policies. Draws are a function of the seed and the round.
@@ -264,10 +253,6 @@ class PolicyWrapper(HyperparameterPolicy):
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the other policy."""
         return self.policy.metrics()
-
-    def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-        """Return the figure of the other policy."""
-        return self.policy.plot(rows)
 
 
 def validated(policy: HyperparameterPolicy, feedback: Feedback) -> tuple[float, float]:

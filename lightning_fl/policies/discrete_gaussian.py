@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 
 from lightning_fl.contracts.feedback import Feedback
 from lightning_fl.contracts.phases import Phase
@@ -62,15 +61,11 @@ class DiscreteGaussianReinforce(ChoicePolicy):
             from 0.02 to 0.2 and nine numbers of steps from 4 to 12.
         policy_lr: Learning rate :math:`\eta_H` of the policy.
         window: Number :math:`Z` of previous rounds in an update.
-        mean: Initial :math:`\mu` by name, as values in the range of the grid. Other axes start at
-            their center.
-        precision: Initial :math:`A`: a number :math:`a` for :math:`a I`, or a positive definite
-            matrix.
+        precision: Number :math:`a` of the initial :math:`A = a I`; :math:`\mu` starts at the center
+            of the grid.
         learn_precision: Learn :math:`A` in addition to :math:`\mu`.
         centered: Use eq. 6. Its baseline is centered on a round, and is available ``window`` rounds
             later.
-        optimizer: ``sgd`` is the equation. ``adam`` uses Adam with betas 0.7, as in code derived
-            from that of the paper.
         seed: Seed of the draws. None uses the seed of the run.
         loss: Source of :math:`L_t`. ``validation`` uses the server's validation samples.
             ``clients`` uses the mean loss of the round's initial model that clients report on their
@@ -95,8 +90,6 @@ class DiscreteGaussianReinforce(ChoicePolicy):
     root: Tensor
     scores: Tensor
     rewards: Tensor
-    moments: Tensor
-    steps: Tensor
     waiting: Tensor
     loss_then: Tensor
 
@@ -105,11 +98,9 @@ class DiscreteGaussianReinforce(ChoicePolicy):
         grid: Mapping[str, Sequence[float]] | None = None,
         policy_lr: float = 0.1,
         window: int = 5,
-        mean: Mapping[str, float] | None = None,
-        precision: float | Sequence[Sequence[float]] = 5.0,
+        precision: float = 5.0,
         learn_precision: bool = False,
         centered: bool = False,
-        optimizer: Literal["sgd", "adam"] = "sgd",
         seed: int | None = None,
         loss: Literal["validation", "clients"] = "validation",
         monitor: str = "val_loss",
@@ -123,37 +114,21 @@ class DiscreteGaussianReinforce(ChoicePolicy):
         self.learn_precision = check_flag("learn_precision", learn_precision)
         self.centered = check_flag("centered", centered)
         self.window = check_integer("window", window, min=int(self.centered))
-        self.optimizer = check_choice("optimizer", optimizer, "sgd", "adam")
         self.loss = check_choice("loss", loss, "validation", "clients")
         self.learns_from = frozenset(["val_loss" if loss == "validation" else "client_losses"])
         axes = [normalized_axis(values) for values in self.grid.values()]
         #: Grid points, ``[n, D]``, with every axis scaled to [-0.5, 0.5].
         self.points = torch.cartesian_prod(*axes).view(-1, len(axes))
-        self.register_buffer("mean", self._start(mean or {}))
-        self.register_buffer("root", _root(precision, len(axes)))
+        self.register_buffer("mean", torch.zeros(len(axes), dtype=torch.float64))
+        start = check_number("precision", precision, above=0) ** 0.5
+        self.register_buffer("root", start * torch.eye(len(axes), dtype=torch.float64))
         size = self.mean.numel() + self.root.numel()
         #: Scores and rewards of the last rounds, oldest first, ``[n, D + D^2]`` and ``[n]``.
         self.register_buffer("scores", torch.zeros(0, size, dtype=torch.float64))
         self.register_buffer("rewards", torch.zeros(0, dtype=torch.float64))
-        #: Adam's first and second moments, ``[2, D + D^2]``, and its number of steps.
-        self.register_buffer("moments", torch.zeros(2, size, dtype=torch.float64))
-        self.register_buffer("steps", torch.zeros(()))
         #: Score of the round with a pending reward, and the loss before it (infinity if none).
         self.register_buffer("waiting", torch.zeros(1, size, dtype=torch.float64))
         self.register_buffer("loss_then", torch.tensor(torch.inf, dtype=torch.float64))
-
-    def _start(self, mean: Mapping[str, float]) -> Tensor:
-        start = torch.zeros(len(self.grid), dtype=torch.float64)
-        for name, value in mean.items():
-            values = self.grid.get(name)
-            if values is None or not min(values) <= value <= max(values):
-                raise FederationError(
-                    f"mean must have values in the range of the grid, {self.grid}, got"
-                    f" {name}: {value}"
-                )
-            axis = normalized_axis([min(values), value, max(values)])
-            start[list(self.grid).index(name)] = axis[1]
-        return start
 
     @property
     def precision(self) -> Tensor:
@@ -203,31 +178,10 @@ class DiscreteGaussianReinforce(ChoicePolicy):
         if self.centered and len(self.rewards) < most:
             return
         weights = (centered_weights if self.centered else causal_weights)(self.rewards)
-        move = weights @ self.scores
-        move = self._adam(move) if self.optimizer == "adam" else self.policy_lr * move
+        move = self.policy_lr * (weights @ self.scores)
         self.mean.add_(move[: len(self.mean)]).clamp_(-0.5, 0.5)
         if self.learn_precision:
             self.root.add_(move[len(self.mean) :].view_as(self.root))
-
-    def _adam(self, gradient: Tensor) -> Tensor:
-        """Return an Adam step of gradient ascent."""
-        move = torch.zeros_like(gradient)
-        adam(
-            [move],
-            [gradient],
-            [self.moments[0]],
-            [self.moments[1]],
-            [],
-            [self.steps],
-            amsgrad=False,
-            maximize=True,
-            lr=self.policy_lr,
-            beta1=0.7,
-            beta2=0.7,
-            weight_decay=0.0,
-            eps=1e-8,
-        )
-        return move
 
     def metrics(self) -> dict[str, float]:
         """Return the last reward, the mean in units of the grid, and the precision."""
@@ -249,21 +203,3 @@ def _check_grid(grid: Mapping[str, Sequence[float]]) -> None:
     for name, values in grid.items():
         if len(set(values)) != len(values):
             raise FederationError(f"grid must have distinct values for {name}, got {values}")
-
-
-def _root(precision: float | Sequence[Sequence[float]], size: int) -> Tensor:
-    """Return the Cholesky factor of a precision."""
-    try:
-        given = torch.tensor(precision, dtype=torch.float64)
-    except (TypeError, ValueError):  # rows of different lengths
-        given = torch.zeros(0)
-    if given.ndim == 0:
-        check_number("precision", precision, above=0)
-    matrix = given * torch.eye(size, dtype=torch.float64) if given.ndim == 0 else given
-    root, failed = torch.linalg.cholesky_ex(matrix) if matrix.shape == (size, size) else (matrix, 1)
-    if failed or not torch.equal(matrix, matrix.mT):
-        raise FederationError(
-            f"precision must be a positive number or a positive definite {size}x{size} matrix, got"
-            f" {precision!r}"
-        )
-    return root

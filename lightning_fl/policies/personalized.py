@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from lightning_fl.functional.randomness import RandomStream, derive_seed
 from lightning_fl.functional.tables import PLACES, with_place
 from lightning_fl.options import check_choice, check_flag, check_number
 from lightning_fl.policies.base import ChoicePolicy, check_values
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: Decay of running means.
 KEPT = 0.9
@@ -242,30 +239,6 @@ class PersonalizedPolicyGradient(ChoicePolicy):
         p = self.probabilities(learned)
         found = {f"p_{i}": float(mean) for i, mean in enumerate(p.mean(0))}
         return found | {"policy_entropy": float(-(p * p.clamp(min=1e-300).log()).sum(1).mean())}
-
-    def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-        """Draw the mean probabilities over rounds, and the current ones of each client."""
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-
-        shown = [row for row in rows if "p_0" in row]
-        if not shown:
-            return None
-        figure = Figure(figsize=(10, 3.6), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for i, candidate in enumerate(self.candidates):
-            label = ", ".join(f"{name} {value:g}" for name, value in candidate.items())
-            left.plot([r["round"] for r in shown], [r[f"p_{i}"] for r in shown], label=label)
-        left.set(xlabel="round", ylabel="mean probability", ylim=(0, 1))
-        left.legend(frameon=False, fontsize=8)
-        learned = (self.logits != 0).any(1).nonzero()[:, 0]
-        image = right.imshow(self.probabilities(learned).numpy(), aspect="auto", vmin=0, vmax=1)
-        right.set(xlabel="candidate", ylabel="client", xticks=range(len(self.candidates)))
-        some = range(0, len(learned), max(1, len(learned) // 20))
-        right.set(yticks=list(some), yticklabels=[int(learned[row]) for row in some])
-        left.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.colorbar(image, ax=right, label="probability")
-        return figure
 
 
 def _by_name(candidates: list[dict[str, float]]) -> dict[str, list[float]]:

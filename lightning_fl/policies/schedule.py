@@ -76,7 +76,7 @@ class Schedule(HyperparameterPolicy):
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
         """Return the values of the round, one per client."""
-        factor, steps_factor = self.decay**round, self.steps_decay**round
+        factor = self.decay**round
         values: dict[str, float] = {}
         if self.lr is not None:
             values["lr"] = self.lr * factor
@@ -90,6 +90,6 @@ class Schedule(HyperparameterPolicy):
             for name, value in values.items()
         }
         if self.num_steps is not None:
-            steps = max(1, int(self.num_steps * steps_factor + 0.5))
+            steps = max(1, int(self.num_steps * self.steps_decay**round + 0.5))
             rows["num_steps"] = torch.full((len(clients),), steps)
         return rows

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -14,9 +14,6 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, derive_seed
 from lightning_fl.functional.stages import check_stages, stage_of
 from lightning_fl.policies.base import HyperparameterPolicy, shared_monitor
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class StagedPolicy(HyperparameterPolicy):
@@ -88,7 +85,3 @@ class StagedPolicy(HyperparameterPolicy):
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the policy of the last round."""
         return self._figures
-
-    def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-        """Return the figure of the policy of the last stage."""
-        return cast("HyperparameterPolicy", self.policies[-1]).plot(rows)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_fl.report.clients import clients, participation, partition
 from lightning_fl.report.curves import cost, hyper_parameters, progress
 from lightning_fl.report.groups import Group, alike
-from lightning_fl.report.page import Picture, Report, Section, Table, Verbatim
+from lightning_fl.report.page import Report, Section, Table, Verbatim
 from lightning_fl.report.run import Run, values_of
 from lightning_fl.report.summary import (
     alarms,
@@ -18,12 +18,6 @@ from lightning_fl.report.summary import (
     with_derived,
 )
 from lightning_fl.report.words import SEPARATOR
-
-#: Captions of the figures that aggregators and policies draw.
-DRAWN_BY_RULES = {
-    "aggregator": "Figure of the aggregator: the tree of clusters, or the matched neurons.",
-    "policy": "Figure of the policy: the probability of each candidate, over rounds and by client.",
-}
 
 
 def about_run(run: Run, title: str | None = None) -> Report:
@@ -42,10 +36,6 @@ def about_run(run: Run, title: str | None = None) -> Report:
         partition(run),
         participation(run),
         clients(run),
-        *(
-            Section(name.capitalize(), (), [Picture(name, DRAWN_BY_RULES[name], (), content)])
-            for name, content in run.pictures.items()
-        ),
         settings(alone),
     ]
     return Report(

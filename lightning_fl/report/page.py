@@ -10,19 +10,17 @@ from lightning_fl.report.figures import Panel
 
 @dataclass(frozen=True)
 class Picture:
-    """Picture of a section: panels that the report draws, or a PNG file of the run.
+    """Picture of a section: panels that the report draws.
 
     Args:
         name: Name of the picture on the page.
         caption: Text below the picture.
         panels: The panels.
-        file: Content of the PNG file of the run, if there are no panels.
     """
 
     name: str
     caption: str
     panels: Sequence[Panel] = ()
-    file: bytes = b""
 
     @property
     def legend(self) -> list[tuple[str, int]]:

@@ -24,8 +24,6 @@ from lightning_fl.partition import Manifest
 
 #: File name of the table of rounds, by which a folder is known to be that of a run.
 TABLE = "rounds.csv"
-#: Figures of rules in the folder of a run, without ".png".
-PICTURES = ("aggregator", "policy")
 #: Columns of tables that are not numbers.
 TEXTS = ("name", "dropped_clients")
 #: Numbers with a larger magnitude are drawn as gaps, like non-finite values.
@@ -124,7 +122,6 @@ class Run:
         test: Contents of ``test.json``: metrics, checkpoint and its round, and options that differ
             from those of the fit; empty without a test.
         resumed: Descriptions of resumed fits with options that differ from those of the first fit.
-        pictures: Contents of the figures of rules in the folder.
         metric: Column of the main metric; None chooses it.
         mode: Whether ``max`` or ``min`` is the best value of this metric.
     """
@@ -141,7 +138,6 @@ class Run:
     names: dict[int, str] = field(default_factory=dict)
     test: dict[str, Any] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
-    pictures: dict[str, bytes] = field(default_factory=dict)
     metric: str | None = None
     mode: str = "max"
 
@@ -255,7 +251,6 @@ def read_run(folder: str | Path) -> Run:
         names=read("participation.csv", _names, {}),
         test=read("test.json", _test, {}),
         resumed=list(_resumed(config, sorted(folder.glob("config_resumed_*.yaml")))),
-        pictures={n: file for n in PICTURES if (file := read(f"{n}.png", Path.read_bytes, b""))},
     )
 
 

@@ -19,7 +19,7 @@ from lightning_fl.report.write import report
 
 #: Files that are written at the start of a fit, and those that exist after its first round.
 STARTED = ("partition.json", "environment.json")
-FINISHED = ("rounds.png", "aggregator.png", "policy.png", "participation.csv", HISTORY, TABLE)
+FINISHED = ("rounds.png", "participation.csv", HISTORY, TABLE)
 
 
 class LogFiles(Callback):

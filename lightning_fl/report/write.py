@@ -137,7 +137,6 @@ def html(page: Report) -> str:
     folder = Path(__file__).parent
     script = Markup((folder / "page.js").read_text(encoding="utf-8"))
     environment.filters |= {
-        "base64": lambda content: base64.b64encode(content).decode(),
         "json": _json,
         # The Content Security Policy allows the script with this hash, and no other.
         "sha256": _hash,

@@ -98,11 +98,6 @@ def test_padded_factors_are_averaged(run, weighting):
             assert not start[a][rank:].any()
 
 
-def test_padding_of_equal_ranks_is_fedavg(run):
-    padded, plain = (run(rule, rounds=2)[0].state() for rule in (ZeroPadding(), FedAvg()))
-    torch.testing.assert_close(padded, plain, rtol=0, atol=1e-12)
-
-
 # --- traffic --------------------------------------------------------------------------------------
 
 
@@ -120,14 +115,6 @@ def test_a_client_of_a_lower_rank_sends_and_receives_less(run):
     for row in loop.rows:
         assert row["bytes_up"] == row["bytes_down"]
     assert len({row["bytes_up"] for row in loop.rows}) > 1
-
-
-def test_a_client_of_a_lower_rank_takes_less_time_on_the_virtual_clock(run):
-    faults = ClientFaults(step_seconds=0.0, bandwidth=1.0)
-    _, loop, *_ = run(FlexLoRA([1] * 5), callbacks=[faults])
-    row = loop.rows[0]
-    each = (row["bytes_up"] + row["bytes_down"]) / 5
-    assert row["virtual_time"] == pytest.approx(each)
 
 
 def test_a_transform_compresses_what_a_client_sends(run):
@@ -156,8 +143,7 @@ def test_a_stage_counts_its_own_traffic(run):
         ([1, 2, 3, 4, 5], "ranks has rank 5, but the module's adapters have rank 4"),
         ([1, 2, 3, 4, 0], "a rank in ranks must be an integer of at least 1, got 0"),
         ({2: 0.0}, "a share in ranks must be a finite number greater than 0, got 0"),
-        ({}, "ranks must be a rank, one rank per client, or shares"),
-        ("8", "ranks must be a rank, one rank per client, or shares by rank, got '8'"),
+        ("8", "ranks must be an integer"),
         (True, "ranks must be an integer of at least 1, or None, got True"),
     ],
 )
@@ -200,9 +186,9 @@ def embedding():
     [
         (frozen_a, "trains both factors of an adapter, but .*lora_A.* is frozen: .*use FedAvg"),
         (no_adapters, "the module has none that are trained: build"),
-        (local_b, "lora_B.* is not exchanged with .*lora_A"),
-        (grouped, "does not support the adapter .* it is of a convolution with groups"),
-        (embedding, "lora_embedding_A is of another kind"),
+        (local_b, "lora_A.* is not one of them: train both"),
+        (grouped, "lora_A.* is not one of them.*leave its layer out"),
+        (embedding, "lora_embedding_A is not one of them"),
     ],
 )
 def test_modules_that_do_not_fit_are_refused(run, make, words):
@@ -227,3 +213,11 @@ def test_convolutions_are_products_of_flattened_filters(run):
     run(FlexLoRA(), module, rounds=1)
     after = torch.einsum("orij,rcxy->ocxy", module.net.lora_B.weight, module.net.lora_A.weight)
     torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
+
+
+def test_a_client_of_a_lower_rank_takes_less_time_on_the_virtual_clock(run):
+    faults = ClientFaults(step_seconds=0.0, bandwidth=1.0)
+    _, loop, *_ = run(FlexLoRA([1] * 5), callbacks=[faults])
+    row = loop.rows[0]
+    each = (row["bytes_up"] + row["bytes_down"]) / 5
+    assert row["virtual_time"] == pytest.approx(each)

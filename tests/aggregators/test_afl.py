@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import AFL, FedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.functional.fairness import ascend_mixture, draw_from_mixture
@@ -17,11 +16,8 @@ from written_plainly import (
     LR,
     Lost,
     Noted,
-    Quadratic,
-    Uneven,
     loss_and_gradient,
     module,
-    quadratics,
     samples_of,
     vector,
 )
@@ -89,65 +85,6 @@ def test_sampled_rounds_are_the_algorithm(fit, lost):
     assert len({len(batches) for batches in loop.batches}) > 1
 
 
-@pytest.mark.parametrize(("initial", "weighting"), [("uniform", "uniform"), ("samples", "samples")])
-def test_without_ascent_it_is_fedavg_bit_for_bit(fit, initial, weighting):
-    found = []
-    for rule in (AFL(0.0, initial), FedAvg(weighting)):
-        made, data = module(), samples(partition=QuantitySkew(2.0, min_size=4))
-        fit(made, FederatedLoop(rule, Uneven(), seed=1), data)
-        found.append(vector(made))
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("mode", ["weights", "sampling"])
-def test_the_worst_client_gets_a_smaller_loss_than_with_fedavg(fit, mode):
-    """Three clients want 0 and one wants 2: FedAvg stops at 0.5, the worst-case optimum is 1."""
-    optimum = [0.0, 0.0, 0.0, 2.0]
-
-    def final(rule, **options):
-        made = Quadratic(lr=0.2)
-        loop = FederatedLoop(rule, Schedule(num_steps=1), seed=0, **options)
-        user = VectorizedClients(made, 4, compile=False)
-        fit(user, loop, quadratics([1.0] * 4, optimum), rounds=30)
-        w = float(made.w.detach())
-        return w, max((w - o) ** 2 / 2 for o in optimum)
-
-    options = {"sampler": AFLSampler(), "clients_per_round": 3} if mode == "sampling" else {}
-    w, worst = final(AFL(0.1, mode=mode), **options)
-    assert w == pytest.approx(1.0, abs=0.1 if mode == "weights" else 0.35)
-    assert worst < 0.8 * final(FedAvg("uniform"))[1]
-
-
-@pytest.mark.filterwarnings("ignore:.*dropped", "ignore:.*too few")
-@pytest.mark.parametrize("group_size", [None, 3])
-def test_the_average_of_the_models_is_evaluated_and_the_last_one_trained(fit, group_size):
-    class LostOnce(Lost):
-        def on_client_updates(self, plan, clients, delta, dropped):
-            is_now = plan.round == 2
-            return super().on_client_updates(plan, clients, delta, dropped) if is_now else delta
-
-    def run(output, kind=FederatedLoop):
-        made, rule = module(), AFL(0.5, output=output)
-        loop = kind(rule, Schedule(num_steps=2), seed=1, min_clients=2)
-        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-        fit(user, loop, samples(), rounds=4, callbacks=[LostOnce(0, 1, 2, 4)])
-        return vector(made), rule, loop
-
-    class Models(FederatedLoop):
-        def on_train_epoch_end(self, trainer, pl_module):
-            super().on_train_epoch_end(trainer, pl_module)
-            vars(self).setdefault("models", []).append(vector(pl_module))
-
-    last, rule, loop = run("last", Models)
-    average, other, averaged = run("average", Models)
-    assert torch.equal(other.last, last)
-    assert torch.equal(other.mixture, rule.mixture)
-    models = [loop.models[t] for t in (0, 1, 3)]  # round 3 keeps the model
-    torch.testing.assert_close(average, torch.stack(models).mean(0), rtol=0, atol=1e-14)
-    torch.testing.assert_close(averaged.models[2], torch.stack(models[:2]).mean(0))
-    assert averaged.rows[-1]["val_loss"] != loop.rows[-1]["val_loss"]
-
-
 @pytest.mark.filterwarnings("ignore:.*dropped", "ignore:.*too few")
 def test_a_round_that_keeps_the_model_keeps_the_mixture(fit):
     made, rule = module(), AFL(0.2)
@@ -155,20 +92,6 @@ def test_a_round_that_keeps_the_model_keeps_the_mixture(fit):
     fit(made, loop, samples(), rounds=2, callbacks=[Lost(0, 1, 2)])
     assert torch.equal(vector(made), vector(module()))
     assert rule.mixture.tolist() == [0.2] * 5
-
-
-@pytest.mark.filterwarnings("ignore:.*dropped")
-def test_without_a_client_of_weight_the_model_stays(fit):
-    made, rule = module(), AFL(0.2)
-
-    class Given(FederatedLoop):
-        def on_train_start(self, trainer, pl_module):
-            super().on_train_start(trainer, pl_module)
-            rule.weights = torch.tensor([5.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-
-    fit(made, Given(rule, seed=1), samples(), rounds=1, callbacks=[Lost(0)])
-    assert torch.equal(vector(made), vector(module()))
-    assert rule.mixture.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_fl import ClientModule
-from lightning_fl.aggregators import ClusteredFL, FedAvg
-from lightning_fl.callbacks import FederatedLoop, RunReport
+from lightning_fl.aggregators import ClusteredFL
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.datamodules import FederatedDataModule
@@ -39,13 +39,6 @@ def run(rule, rounds, **options):
     return server
 
 
-def test_cosines_by_hand():
-    rows = torch.tensor([[3.0, 4.0], [4.0, 3.0], [0.0, 0.0], [-3.0, -4.0]], dtype=torch.float64)
-    expected = [[1, 0.96, 0, -1], [0.96, 1, 0, -0.96], [0, 0, 0, 0], [-1, -0.96, 0, 1]]
-    found = cosine_similarity(rows)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
-
-
 def test_clusters_split_and_split_again_with_the_clients_own_numbers():
     """The second split is of clients 4 to 7, not of the first ones of the list."""
     rule = ClusteredFL(eps1=0.3, eps2=0.2, warmup=1)
@@ -63,9 +56,7 @@ def test_clusters_split_and_split_again_with_the_clients_own_numbers():
     ("options", "models"),
     [
         ({}, [[12, 23], [8, 17]]),
-        ({"split_update": "cluster"}, [[10, 20], [10, 20]]),
         ({"weighting": "uniform"}, [[12, 22], [8, 17]]),
-        ({"weighting": "uniform", "split_update": "cluster"}, [[10, 19.5], [10, 19.5]]),
     ],
 )
 def test_a_split_by_hand(options, models):
@@ -205,14 +196,6 @@ def test_each_condition_keeps_them_together(options):
     assert len(rule.clusters()) == 1
 
 
-def test_without_splits_it_is_fedavg():
-    weights = torch.arange(1, 9)
-    found = run(ClusteredFL(warmup=99), 5, weights=weights)
-    torch.testing.assert_close(found, run(FedAvg(), 5, weights=weights), atol=1e-14, rtol=0)
-    uniform = run(ClusteredFL(warmup=99, weighting="uniform"), 5, weights=weights)
-    torch.testing.assert_close(uniform, run(FedAvg("uniform"), 5), atol=1e-14, rtol=0)
-
-
 def test_linkages_differ_on_a_chain():
     """Single linkage follows a chain and cuts its widest gap, complete linkage halves it."""
     angles = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.1], dtype=torch.float64)
@@ -234,7 +217,25 @@ def test_who_is_not_there_stays_and_comes_back_to_its_cluster():
     assert 200 in rule.clusters()[0]
 
 
-def test_a_federation_finds_its_groups(fit, tmp_path):
+@pytest.mark.parametrize("linkage", ["complete", "single"])
+def test_a_split_has_two_parts_also_where_distances_tie(linkage):
+    rule = ClusteredFL(eps1=0.9, eps2=0.5, warmup=0, linkage=linkage)
+    for _ in range(3):
+        rule.start(torch.zeros(3))
+        rule.update(ClientUpdate(torch.arange(3), torch.eye(3), torch.ones(3)))
+        rule.compute()
+        assert all(rule.clusters())
+    assert sorted(client for each in rule.clusters() for client in each) == [0, 1, 2]
+
+
+def test_cosines_by_hand():
+    rows = torch.tensor([[3.0, 4.0], [4.0, 3.0], [0.0, 0.0], [-3.0, -4.0]], dtype=torch.float64)
+    expected = [[1, 0.96, 0, -1], [0.96, 1, 0, -0.96], [0, 0, 0, 0], [-1, -0.96, 0, 1]]
+    found = cosine_similarity(rows)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_federation_finds_its_groups(fit):
     """Clients whose labels are turned: 0, 1, 2 learn y = x, and 3, 4, 5 learn y = -x."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(120, 2, generator=random, dtype=torch.float64)
@@ -249,20 +250,7 @@ def test_a_federation_finds_its_groups(fit, tmp_path):
     module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.2)).double()
     rule = ClusteredFL(eps1=0.15, eps2=0.1, warmup=3, min_size=4)
     loop = FederatedLoop(aggregator=rule, seed=0)
-    fit(module, loop, data, rounds=10, callbacks=[RunReport()])
+    fit(module, loop, data, rounds=10)
     assert rule.clusters() == [[0, 1, 2], [3, 4, 5]]
     assert [row["clusters"] for row in loop.rows][-1] == 2
     assert loop.rows[0]["max_norm"] > 0
-    assert (tmp_path / "aggregator.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("linkage", ["complete", "single"])
-def test_a_split_has_two_parts_also_where_distances_tie(linkage):
-    rule = ClusteredFL(eps1=0.9, eps2=0.5, warmup=0, linkage=linkage)
-    for _ in range(3):
-        rule.start(torch.zeros(3))
-        rule.update(ClientUpdate(torch.arange(3), torch.eye(3), torch.ones(3)))
-        rule.compute()
-        assert all(rule.clusters())
-    assert sorted(client for each in rule.clusters() for client in each) == [0, 1, 2]
-    assert rule.plot() is not None

@@ -12,6 +12,7 @@ import torch
 from lightning_fl.aggregators import *
 from lightning_fl.aggregators.robust import RobustAggregator
 from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.types import ClientUpdate, Cohort
 
 
@@ -61,7 +62,7 @@ RULES = {
     "PowerOfChoice": lambda: of_twenty(PowerOfChoice()),
     "QFedAvg": lambda: QFedAvg(2.5),
     "AFL": lambda: of_twenty(AFL(gamma=0.1), 20),
-    "AFL(samples)": lambda: of_twenty(AFL(initial="samples", output="average"), 20),
+    "AFL(samples)": lambda: of_twenty(AFL(initial="samples"), 20),
     "GeometricMedian": GeometricMedian,
     "NormClipping": NormClipping,
     # Without a module there are no adapters; these have test files of their own.
@@ -235,6 +236,28 @@ def test_every_client_starts_from_a_model_of_the_servers_size(make):
     rule.start(server)
     assert rule.models_for(torch.tensor([4, 0, 2])).shape == (3, 7)
     assert torch.equal(rule.models_for(torch.tensor([1]))[0], server)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Downpour, FedAvgM, FedBuff, FedCM, FedDyn, FedExP, FedNova, QFedAvg, Scaffold, FedControl],
+)
+def test_buffers_are_averaged_and_change_nothing_else(make):
+    """Four parameters and three buffers, of one client or of another size."""
+    layout = VectorLayout({"w": torch.Size([4]), "mean": torch.Size([3])}, num_parameters=4)
+    server, update = problem()
+    extras = update.extras | {"control_change": update.extras["control_change"][:, :4]}
+    update, found = replace(update, num_samples=torch.full((5,), 3), extras=extras), []
+    weights = torch.full((5,), 0.2, dtype=torch.float64)
+    for factor in (1.0, 100.0):
+        rule, delta = make(), update.delta.clone()
+        delta[:, 4:] *= factor
+        rule.setup(Federation(20, Cohort(5, 20), layout, num_samples=torch.full((20,), 3)))
+        found.append(aggregate(rule, server, replace(update, delta=delta)))
+        if make is not FedControl:  # which has weights of its own
+            mean = server[4:] + weights @ delta[:, 4:]
+            torch.testing.assert_close(found[-1][4:], mean, rtol=0, atol=1e-12)
+    assert torch.equal(found[0][:4], found[1][:4])
 
 
 @every_rule

@@ -5,9 +5,7 @@ from functools import partial
 import torch
 
 from lightning_fl.aggregators import Downpour, FedOpt
-from lightning_fl.contracts.context import Federation
-from lightning_fl.contracts.layout import VectorLayout
-from lightning_fl.types import ClientUpdate, Cohort
+from lightning_fl.types import ClientUpdate
 
 
 def test_adam_by_hand():
@@ -40,12 +38,3 @@ def test_one_client_a_round_is_fedopt():
             w = rule.compute()
         found.append(w)
     assert torch.equal(*found)
-
-
-def test_buffers_are_averaged():
-    rule = Downpour(partial(torch.optim.SGD, lr=1.0))
-    rule.setup(Federation(9, Cohort(9, 9), VectorLayout({"w": torch.Size([1])}, 1)))
-    rule.start(torch.zeros(2, dtype=torch.float64))
-    moves = torch.tensor([[1.0, 1.0], [2.0, 4.0]], dtype=torch.float64)
-    rule.update(ClientUpdate(torch.tensor([0, 1]), moves, torch.tensor([2, 1])))
-    assert rule.compute().tolist() == [3.0, 2.0]

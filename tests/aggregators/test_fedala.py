@@ -4,15 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import FedALA, FedAvg
+from lightning_fl import ClientModule
+from lightning_fl.aggregators import FedALA
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.contracts.plan import Cohort
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
-from lightning_fl.types import FederationError
 from two_classes import samples
 from written_plainly import LR, Lost, Noted
 
@@ -94,23 +93,6 @@ def test_rounds_are_the_algorithm_with_partial_participation(fit, tensors, first
         assert scores.rows[client]["kept"] == float(right)
 
 
-def test_vectorized_clients_learn_their_own_weights(fit):
-    """They differ in batches, and in the number of rounds, hence of passes."""
-
-    def run(wrap):
-        made, rule = module(), FedALA(lr=ETA, first_passes=4)
-        loop = FederatedLoop(rule, Schedule(num_steps=3), seed=1, clients_per_round=4)
-        rows = samples(5, partition=Dirichlet(0.5, min_size=3), batch_size=4)
-        fit(wrap(made), loop, rows, rounds=4)
-        vector = torch.nn.utils.parameters_to_vector(made.parameters()).detach()
-        return vector, *(loop.store.get(c)["part.0.weights"] for c in range(5))
-
-    plain, stacked = run(lambda m: m), run(lambda m: VectorizedClients(m, 3, compile=False))
-    for found, expected in zip(stacked, plain, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    assert any((each < 1).any() for each in plain[1:])
-
-
 @pytest.mark.parametrize(("fraction", "calls"), [(1.0, 3), (0.8, 3), (0.5, 2), (0.1, 1)])
 def test_a_pass_takes_a_share_of_the_batches(fit, monkeypatch, fraction, calls):
     """Three batches per epoch; five passes in the second round, and one in the third."""
@@ -128,15 +110,6 @@ def test_a_pass_takes_a_share_of_the_batches(fit, monkeypatch, fraction, calls):
     assert [counted.count(i) for i in range(3)] == [0, 5 * calls, calls]
 
 
-def test_without_learning_it_is_fedavg(fit):
-    found = []
-    for rule in (FedALA(lr=0.0), FedAvg()):
-        made = module()
-        fit(made, FederatedLoop(rule, seed=1, clients_per_round=3), samples(), rounds=3)
-        found.append(torch.nn.utils.parameters_to_vector(made.parameters()))
-    assert torch.equal(*found)
-
-
 def test_buffers_are_not_mixed():
     layout = VectorLayout({"w": torch.Size([2]), "mean": torch.Size([1])}, 2)
     federation = Federation(2, Cohort(2, 2), layout=layout)
@@ -146,9 +119,3 @@ def test_buffers_are_not_mixed():
     memory |= {"weights": torch.tensor([[0.25, 1.0]]), "rounds": torch.tensor([3])}
     found = part.personal_models(federation, torch.tensor([[4.0, 5.0, 6.0]]), memory)
     assert found.tolist() == [[1.0, 5.0, 6.0]]
-
-
-def test_options_out_of_range_are_refused():
-    for options in ({"lr": -1.0}, {"fraction": 0.0}, {"first_passes": 0}, {"tensors": -1}):
-        with pytest.raises(FederationError, match=next(iter(options))):
-            FedALA(**options)

@@ -11,7 +11,7 @@ from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.functional.attention import attention, squared_distances
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import ClientUpdate, Cohort
 from two_classes import samples
 from written_plainly import LR, Lost, Noted, loss_and_gradient, module, vector
 
@@ -78,19 +78,6 @@ def of(count, rule, layout=None):
     return rule
 
 
-@pytest.mark.parametrize("rule", [FedAMP(strength=0.0), FedAMP(strength=0.0, similarity="cosine")])
-def test_without_strength_each_client_starts_from_its_own_model(rule):
-    server, ids = torch.zeros(2, dtype=torch.float64), torch.arange(3)
-    delta = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.0]], dtype=torch.float64)
-    of(3, rule)
-    for count in (1, 2):
-        rule.start(server)
-        rule.update(ClientUpdate(ids, delta, torch.ones(3)))
-        server = rule.compute()
-        assert torch.equal(rule.models_for(ids), count * delta)
-        assert rule.metrics()["own_weight"] == 1.0
-
-
 def test_buffers_are_those_of_the_client_and_have_no_distance():
     layout = VectorLayout({"w": torch.Size([2]), "mean": torch.Size([1])}, 2)
     rule = of(2, FedAMP(1.0, 1.0), layout)
@@ -119,10 +106,3 @@ def test_one_client_and_models_of_zero_have_finite_weights(similarity):
     assert attention(torch.ones(1, 2), 0.5, 1.0, similarity).tolist() == [[0.0]]
     found = attention(torch.zeros(3, 2), 0.5, 1.0, similarity)
     torch.testing.assert_close(found, 0.25 * (1 - torch.eye(3, dtype=torch.float64)))
-
-
-def test_weights_that_could_be_negative_are_refused():
-    with pytest.raises(FederationError, match="strength"):
-        FedAMP(strength=1.1)
-    with pytest.raises(FederationError, match="sigma"):
-        FedAMP(sigma=0.0)

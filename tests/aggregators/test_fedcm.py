@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_fl import VectorizedClients
-from lightning_fl.aggregators import FedAvg, FedCM
+from lightning_fl.aggregators import FedCM
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
@@ -42,25 +41,6 @@ def test_rounds_are_the_algorithm_with_partial_participation(fit, alpha, server_
     torch.testing.assert_close(rule.momentum, momentum, rtol=0, atol=1e-12)
 
 
-def test_vectorized_clients_mix_their_own_gradients(fit):
-    def run(wrap):
-        made, rule = module(), FedCM(0.3)
-        loop = FederatedLoop(rule, Schedule(num_steps=3), seed=1, clients_per_round=4)
-        fit(wrap(made), loop, samples(), rounds=3)
-        return vector(made), rule.momentum
-
-    plain, stacked = run(lambda m: m), run(lambda m: VectorizedClients(m, 2, compile=False))
-    for found, expected in zip(stacked, plain, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_its_own_gradient_alone_is_fedavg(fit):
-    one, other = module(), module()
-    fit(one, FederatedLoop(FedCM(alpha=1.0), seed=1, clients_per_round=3), samples(), rounds=2)
-    fit(other, FederatedLoop(FedAvg("uniform"), seed=1, clients_per_round=3), samples(), rounds=2)
-    torch.testing.assert_close(vector(one), vector(other), rtol=0, atol=1e-13)
-
-
 @pytest.mark.filterwarnings("ignore:.*dropped")
 def test_a_round_without_updates_keeps_model_and_momentum(fit):
     rule, made = FedCM(), module()
@@ -76,5 +56,3 @@ def test_a_round_without_updates_keeps_model_and_momentum(fit):
 def test_optimizers_that_it_cannot_invert_are_refused(fit):
     with pytest.raises(FederationError, match="momentum=0"):
         fit(module(momentum=0.9), FederatedLoop(FedCM(), seed=1), samples(), rounds=1)
-    with pytest.raises(FederationError, match="alpha"):
-        FedCM(alpha=0.0)

@@ -3,24 +3,19 @@
 import pytest
 import torch
 
-from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import FedAvg, FedDyn
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
-from lightning_fl.contracts.layout import VectorLayout
-from lightning_fl.functional.drift import dynamic_term, next_gradient
 from lightning_fl.objectives import Proximal
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import Cohort, FederationError
 from two_classes import samples
 from written_plainly import (
     LR,
     Noted,
-    Quadratic,
     loss_and_gradient,
     module,
-    quadratics,
     vector,
 )
 
@@ -78,42 +73,6 @@ def test_the_first_round_doubles_the_mean_update_if_everybody_returns(fit):
         assert mine.rows[0][name] == fedprox.rows[0][name]
 
 
-CURVATURE, OPTIMUM = [1.0, 4.0, 0.5, 2.0], [-1.0, 2.0, 3.0, 0.5]
-BEST = sum(c * o for c, o in zip(CURVATURE, OPTIMUM, strict=True)) / sum(CURVATURE)
-
-
-def test_exact_clients_reach_the_optimum_under_partial_participation():
-    """With a = 1: y = (c o + x + g) / (c + 1)."""
-    rule, x = FedDyn(1.0), torch.zeros(1, dtype=torch.float64)
-    rule.setup(Federation(4, Cohort(2, 4)))
-    a, c, o = torch.ones(2), *(torch.tensor(t, dtype=torch.float64) for t in (CURVATURE, OPTIMUM))
-    g, random = torch.zeros(4, 1, dtype=torch.float64), torch.Generator().manual_seed(0)
-    for _ in range(300):
-        clients = torch.randperm(4, generator=random)[:2]
-        y = ((c * o)[clients, None] + x + g[clients]) / (c[clients, None] + 1)
-        slope = c[clients, None] * (y - o[clients, None])
-        assert (slope + dynamic_term(y, x.expand(2, 1), g[clients], a)).abs().max() < 1e-12
-        g[clients] = next_gradient(g[clients], y - x, a)
-        torch.testing.assert_close(g[clients], slope)
-        rule.start(x)
-        rule.update(ClientUpdate(clients, y - x, torch.ones(2)))
-        x = rule.compute()
-    assert abs(float(x) - BEST) < 1e-10
-    torch.testing.assert_close(rule.h, g.mean(0))
-
-
-def test_clients_that_take_steps_reach_the_optimum_which_fedavg_misses(fit):
-    def distance(rule, rounds):
-        made = Quadratic(lr=0.2)
-        loop = FederatedLoop(rule, Schedule(num_steps=6), seed=0)
-        user = VectorizedClients(made, 4, compile=False)
-        fit(user, loop, quadratics(CURVATURE, OPTIMUM), rounds=rounds)
-        return abs(float(made.w.detach()) - BEST)
-
-    assert distance(FedDyn(1.0), 25) < 1e-3
-    assert distance(FedAvg("uniform"), 8) > 0.1
-
-
 def test_parameters_that_are_frozen_later_do_not_move():
     """The server has a vector of them."""
     rule, server = FedDyn(0.1), torch.ones(4, dtype=torch.float64)
@@ -123,17 +82,6 @@ def test_parameters_that_are_frozen_later_do_not_move():
     rule.start(server, torch.arange(4) < 2)
     rule.count += 1
     assert (rule.compute() - server).tolist() == [-10, -10, 0, 0]
-
-
-def test_buffers_are_averaged():
-    layout = VectorLayout({"w": torch.Size([2]), "mean": torch.Size([1])}, num_parameters=2)
-    rule = FedDyn(0.5)
-    rule.setup(Federation(4, Cohort(2, 4), layout))
-    rule.start(torch.zeros(3))
-    rule.update(
-        ClientUpdate(torch.tensor([1, 3]), torch.tensor([[1.0] * 3, [2.0] * 3]), torch.ones(2))
-    )
-    assert rule.compute().tolist() == [2.25, 2.25, 1.5]
 
 
 def test_a_stream_of_samples_cannot_weigh_clients():

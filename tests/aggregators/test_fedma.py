@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import PFNM, FedMA
+from lightning_fl.aggregators import FedMA
 from lightning_fl.aggregators.matching.layer_stack import LayerStack
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
@@ -15,7 +15,6 @@ from lightning_fl.models import LeNet
 from lightning_fl.options import describe
 from lightning_fl.policies import Schedule
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import FederationError
 
 
 def module(seed=0, optimizer=torch.optim.SGD, **options):
@@ -108,16 +107,6 @@ def rule_orders(seed, round):
     return generator(seed, RandomStream.NEURONS, 0, round)
 
 
-@pytest.mark.slow
-def test_compiled_vectorized_clients_keep_layers_fixed(fit, images):
-    rule = Watch(seed=4)
-    one, _ = run(fit, images, FedMA(seed=4))
-    many, _ = run(fit, images, rule, wrap=lambda m: VectorizedClients(m, 3, compile=True))
-    assert not rule.module_chain.unpack(rule.seen[2][1][0], [(4, 1), (6, 4), (3, 6)])[1][0].any()
-    for a, b in zip(one.parameters(), many.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
-
-
 class Turns(ClientSampler):
     """Other clients in later rounds."""
 
@@ -143,20 +132,6 @@ def test_who_was_not_there_from_below_waits_for_the_next_pass(fit, images):
     assert seen == [([0, 1], 1), ([1], 2), ([1], 0), ([0, 2], 1)]
 
 
-def test_one_round_of_filters_from_the_top(fit, images):
-    rule = PFNM(gamma=1.0, client_variance=0.5, prior_variance=5.0, std=None, widths=[4, 3])
-    made, loop = run(fit, images, rule, rounds=2)
-    chain = LayerStack(made)
-    assert chain.shapes[1][1] == chain.shapes[0][0] == int(loop.rows[-1]["width_1"]) >= 4
-    assert tuple(made.net[4].weight.shape) == (chain.shapes[1][0], 9 * chain.shapes[0][0])
-    rule.load_client_network()
-    narrow = rule.module_chain.unpack(rule.starts[1], [(4, 1), (6, 4), (3, 6)])
-    assert not narrow[0][0][3:].any()
-    assert not narrow[1][0][:, 3:].any()
-    assert not narrow[2][0][:, 3:].any()
-    assert narrow[1][0][:3, :3].all()
-
-
 def test_layers_draw_their_own_starts(fit, images):
     rule = Watch(seed=4)
     run(fit, images, rule, rounds=1)
@@ -166,13 +141,6 @@ def test_layers_draw_their_own_starts(fit, images):
     again = Watch(seed=4)
     run(fit, images, again, rounds=1)
     assert torch.equal(again.seen[0][0], starts)
-
-
-def test_a_frozen_last_layer_is_refused(fit, images):
-    made = module()
-    made.net[6].requires_grad_(False)
-    with pytest.raises(FederationError, match="trains only the last layer in its last round"):
-        run(fit, images, FedMA(), made=made)
 
 
 def test_what_the_user_froze_stays_frozen(fit, images):

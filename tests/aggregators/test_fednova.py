@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import FedAvg, FedNova
+from lightning_fl.aggregators import FedNova
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule
 from two_classes import samples
-from written_plainly import LR, module, vector
+from written_plainly import LR, module
 
 
 class Uneven(Schedule):
@@ -71,30 +71,6 @@ def test_rounds_are_the_equation(fit, weighting, momentum, mu, group_size):
         effective = sum(pk * (t if mu else ak) for pk, t, ak in zip(p, tau, a, strict=True))
         move = sum(pk * u.delta[0] / ak for pk, u, ak in zip(p, rows, a, strict=True))
         torch.testing.assert_close(model, server + effective * move, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_with_equal_steps_it_is_fedavg(fit, momentum):
-    found = []
-    for rule in (FedNova(), FedAvg()):
-        found.append(made := module(momentum=momentum))
-        loop = FederatedLoop(rule, Schedule(num_steps=3), seed=1, clients_per_round=3)
-        fit(made, loop, samples())
-    torch.testing.assert_close(*map(vector, found), rtol=0, atol=1e-13)
-
-
-def test_buffers_are_averaged_without_normalization(fit):
-    """BatchNorm's running mean after one round: the samples' weights, not those of steps."""
-    found = []
-    for rule in (FedNova(), FedAvg()):
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
-        made = ClientModule(net, optimizer=partial(torch.optim.SGD, lr=LR)).double()
-        loop = FederatedLoop(rule, Uneven(), seed=1, buffers="average")
-        fit(made, loop, samples(), rounds=1)
-        found.append(net)
-    torch.testing.assert_close(*(net[0].running_mean for net in found))
-    assert not torch.allclose(*(net[1].weight for net in found), atol=1e-6)
 
 
 def test_the_server_may_have_momentum(fit):

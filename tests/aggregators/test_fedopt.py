@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
 from lightning_fl.aggregators import (
@@ -13,17 +12,14 @@ from lightning_fl.aggregators import (
     DPFedAvg,
     FedAdagrad,
     FedAdam,
-    FedAvg,
     FedAvgM,
     FedNova,
     FedOpt,
     FedYogi,
 )
-from lightning_fl.contracts.context import Federation
-from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.optimizers import Adaptive
 from lightning_fl.options import describe
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import ClientUpdate, FederationError
 
 
 def rounds(rule, count, server=None, seed=0):
@@ -53,11 +49,6 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("make", [FedOpt, partial(FedAvgM, momentum=0.0)])
-def test_sgd_of_rate_1_is_fedavg(make):
-    close(rounds(make(), 4), rounds(FedAvg(), 4))
-
-
 def test_momentum_by_hand():
     """w = sum of velocities; v = beta v + mean."""
     expected, velocity, server = [], torch.zeros(3), torch.zeros(3)
@@ -81,18 +72,6 @@ def test_presets_are_their_optimisers_on_the_mean(make, rule):
     close(rounds(make(lr=0.2, betas=(0.8, 0.95), tau=0.01), 4), expected)
 
 
-def test_any_optimiser_and_weighting():
-    rule = FedOpt(partial(torch.optim.RMSprop, lr=0.1), weighting="uniform")
-    x = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    optimizer = torch.optim.RMSprop([x], lr=0.1)
-    random, expected = torch.Generator().manual_seed(0), []
-    for _ in range(3):
-        x.grad = -torch.randn(4, 3, generator=random, dtype=torch.float64).mean(0)
-        optimizer.step()
-        expected.append(x.detach().clone())
-    close(rounds(rule, 3), expected)
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_parameters_that_clients_do_not_train_have_no_weight_decay(momentum):
     """They are averaged; the server's decay and momentum would move a frozen layer."""
@@ -110,27 +89,16 @@ def test_parameters_that_clients_do_not_train_have_no_weight_decay(momentum):
     close([server], [torch.tensor([expected[0], 1.0, 7.0], dtype=torch.float64)])
 
 
-@pytest.mark.parametrize("kind", [FedOpt, partial(DPFedAvg, 1.0)])
-def test_a_frozen_parameter_has_neither_decay_nor_noise(simulate, kind):
+def test_a_frozen_parameter_has_neither_decay_nor_noise(simulate):
     class Freeze(Callback):
         def on_fit_start(self, trainer, pl_module):
             pl_module.net.bias.requires_grad_(False)
 
     made = partial(torch.optim.SGD, lr=1.0, weight_decay=0.1)
-    decayed, _ = simulate(Freeze(), aggregator=kind(optimizer=made), rounds=2)
+    decayed, _ = simulate(Freeze(), aggregator=DPFedAvg(1.0, optimizer=made), rounds=2)
     plain, _ = simulate(Freeze(), rounds=2)
     assert torch.equal(decayed.net.bias, plain.net.bias)
     assert not torch.equal(decayed.net.weight, plain.net.weight)
-
-
-def test_buffers_are_averaged():
-    rule = FedAvgM(lr=0.5)
-    rule.setup(Federation(9, Cohort(9, 9), VectorLayout({"w": torch.Size([2])}, 2)))
-    found, plain = rounds(rule, 3), rounds(FedAvg(), 3)
-    momentum = rounds(FedAvgM(lr=0.5), 3)
-    for one, mean, whole in zip(found, plain, momentum, strict=True):
-        assert torch.equal(one[:2], whole[:2])
-        torch.testing.assert_close(one[2], mean[2], atol=1e-14, rtol=0)
 
 
 def test_a_resumed_run_has_the_options_that_are_given_now():
@@ -206,22 +174,6 @@ def test_a_schedule_of_downpour_counts_rounds_and_not_steps():
     moves = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(found[0], 0.5 * moves.sum(0))
     assert rule.metrics() == {"server_lr": pytest.approx(0.05)}
-
-
-def test_a_schedule_is_an_option_of_a_config():
-    parser = ArgumentParser()
-    parser.add_subclass_arguments(FedAvg, "rule")
-    schedule = {"class_path": "StepLR", "init_args": {"step_size": 2}}
-    config = {"class_path": "FedAdam", "init_args": {"lr": 0.1, "scheduler": schedule}}
-    rule = parser.instantiate(parser.parse_object({"rule": config})).rule
-    rounds(rule, 3)
-    assert rule.metrics() == {"server_lr": pytest.approx(0.01)}
-
-
-def test_what_an_optimiser_is_belongs_to_the_options_of_a_run():
-    one, two = (describe(FedOpt(partial(torch.optim.SGD, lr=lr))) for lr in (1.0, 0.1))
-    assert "lr=1.0" in one
-    assert one != two
 
 
 @pytest.mark.parametrize(

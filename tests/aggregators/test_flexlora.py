@@ -103,30 +103,6 @@ def test_it_is_the_decomposition_of_the_average_product(run, weighting):
     assert max(row["lost_energy"] for row in loop.rows) > 1e-9
 
 
-def test_one_client_keeps_its_product(run):
-    module, _, rounds = run(FlexLoRA(), num_clients=1)
-    ((_, end),) = rounds[0]["states"]
-    plain, _, _ = run(FedAvg(), num_clients=1)
-    for i, (a, b) in zip((0, 2), PAIRS, strict=True):
-        torch.testing.assert_close(module.net[i].product(), end[b] @ end[a], rtol=0, atol=1e-12)
-        torch.testing.assert_close(
-            module.net[i].product(), plain.net[i].product(), rtol=0, atol=1e-12
-        )
-
-
-def test_products_of_a_total_rank_within_the_modules_lose_nothing(run):
-    _, loop, rounds = run(FlexLoRA([1, 1, 1, 1, 1]), rounds=3, clients_per_round=3)
-    for each, row in zip(rounds, loop.rows, strict=True):
-        for a, b in PAIRS:
-            found, wanted = each["global"], sum_of_products(each, a, b)
-            torch.testing.assert_close(found[b] @ found[a], wanted, rtol=0, atol=1e-12)
-        assert row["lost_energy"] < 1e-30
-    # The rows that no client has trained are ready to be trained.
-    a, b = PAIRS[0]
-    assert not each["global"][b][:, 3:].any()
-    torch.testing.assert_close(each["global"][a].norm(dim=1), torch.ones(4).double())
-
-
 def test_factors_that_share_a_are_averaged_as_by_fedavg(run):
     """After one step from B = 0 all A are equal: the average of products is that of B times A."""
     one = {"policy": Schedule(num_steps=1)}
@@ -169,3 +145,27 @@ def test_a_round_without_updates_keeps_the_model(run):
     assert loop.rows[0]["dropped"] == 5
     before = Adapted().state()
     assert all(torch.equal(value, before[name]) for name, value in module.state().items())
+
+
+def test_one_client_keeps_its_product(run):
+    module, _, rounds = run(FlexLoRA(), num_clients=1)
+    ((_, end),) = rounds[0]["states"]
+    plain, _, _ = run(FedAvg(), num_clients=1)
+    for i, (a, b) in zip((0, 2), PAIRS, strict=True):
+        torch.testing.assert_close(module.net[i].product(), end[b] @ end[a], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            module.net[i].product(), plain.net[i].product(), rtol=0, atol=1e-12
+        )
+
+
+def test_products_of_a_total_rank_within_the_modules_lose_nothing(run):
+    _, loop, rounds = run(FlexLoRA([1, 1, 1, 1, 1]), rounds=3, clients_per_round=3)
+    for each, row in zip(rounds, loop.rows, strict=True):
+        for a, b in PAIRS:
+            found, wanted = each["global"], sum_of_products(each, a, b)
+            torch.testing.assert_close(found[b] @ found[a], wanted, rtol=0, atol=1e-12)
+        assert row["lost_energy"] < 1e-30
+    # The rows that no client has trained are ready to be trained.
+    a, b = PAIRS[0]
+    assert not each["global"][b][:, 3:].any()
+    torch.testing.assert_close(each["global"][a].norm(dim=1), torch.ones(4).double())

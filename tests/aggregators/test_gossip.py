@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fl.aggregators import FedAvg, Gossip
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
@@ -54,36 +54,6 @@ def test_the_mean_moves_as_the_mean_of_updates_and_models_meet(graph):
         rule.update(still)
         rule.compute()
     assert rule.metrics()["consensus_distance"] < 1e-6 * max(before, 1)
-
-
-def test_everyone_with_everyone_is_fedavg(fit, foreign, flat):
-    modules = [foreign(optimizer="sgd", batchnorm=False, dropout=0.0) for _ in range(2)]
-    for module, rule in zip(modules, (Gossip("complete"), FedAvg("uniform")), strict=True):
-        fit(module, FederatedLoop(aggregator=rule, seed=0), rounds=3)
-    torch.testing.assert_close(flat(modules[0]), flat(modules[1]), atol=1e-12, rtol=0)
-
-
-def test_a_resumed_run_has_the_graph_of_its_checkpoint(fit, foreign, data, tmp_path, monkeypatch):
-    """Also where nobody calls seed_everything again."""
-
-    def run(rounds, **options):
-        rule = Gossip("erdos_renyi", probability=0.4)
-        callbacks = [RoundCheckpoint(tmp_path)]
-        loop = FederatedLoop(rule, buffers="average")
-        options |= {"callbacks": callbacks, "enable_checkpointing": True}
-        fit(
-            foreign(optimizer="sgd", batchnorm=False),
-            loop,
-            data(num_clients=7, seed=0),
-            rounds=rounds,
-            **options,
-        )
-        return rule.weights
-
-    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
-    before = run(1)
-    monkeypatch.delenv("PL_GLOBAL_SEED")
-    assert torch.equal(run(2, ckpt_path=tmp_path / "last.ckpt"), before)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import TensorDataset
 
-from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import IFCA, FedAvg
+from lightning_fl import ClientModule
+from lightning_fl.aggregators import IFCA
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
 from lightning_fl.datamodules import FederatedDataModule
@@ -15,7 +15,6 @@ from lightning_fl.partition import Natural
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
-from two_classes import samples
 from written_plainly import LR, Lost, Noted, loss_and_gradient, module, samples_of, vector
 
 
@@ -80,25 +79,6 @@ def test_rounds_are_the_algorithm_with_partial_participation(fit, weighting, los
     torch.testing.assert_close(rule.models_for(torch.arange(5)), starts, rtol=0, atol=1e-12)
 
 
-def test_vectorized_clients_choose_and_train_their_own_models(fit):
-    def run(wrap):
-        made, rule = module([Proximal(0.3)]), IFCA(3)
-        loop = FederatedLoop(rule, Schedule(num_steps=3), seed=1, clients_per_round=4)
-        fit(wrap(made), loop, groups(), rounds=3)
-        return vector(made), rule.models, rule.cluster_of
-
-    plain, stacked = run(lambda m: m), run(lambda m: VectorizedClients(m, 2, compile=False))
-    for found, expected in zip(stacked, plain, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_one_cluster_is_fedavg(fit):
-    one, other = module(), module()
-    fit(one, FederatedLoop(IFCA(1), seed=1, clients_per_round=3), samples(), rounds=2)
-    fit(other, FederatedLoop(FedAvg("uniform"), seed=1, clients_per_round=3), samples(), rounds=2)
-    torch.testing.assert_close(vector(one), vector(other), rtol=0, atol=1e-13)
-
-
 def test_initial_models_differ_by_seed_and_begin_with_that_of_the_module(fit):
     found = []
     for seed in (0, 0, 1):
@@ -110,23 +90,6 @@ def test_initial_models_differ_by_seed_and_begin_with_that_of_the_module(fit):
     assert torch.equal(found[0][0], vector(module()))
     assert not any(torch.equal(*pair) for pair in (found[0][:2], found[0][1:], found[2][:2]))
     assert not (found[0][1:] == found[2][1:]).any()
-
-
-def test_a_cluster_without_clients_keeps_its_model():
-    rule = IFCA(2, weighting="samples")
-    rule.setup(Federation(4, Cohort(4, 4)))
-    rule.start(torch.zeros(1))
-    extras = {"cluster": torch.tensor([0.0, 1.0])}
-    moves = torch.tensor([[1.0], [5.0]])
-    rule.update(ClientUpdate(torch.tensor([3, 0]), moves, torch.ones(2), extras=extras))
-    rule.compute()
-    rule.start(torch.zeros(1))
-    extras = {"cluster": torch.tensor([1.0, 1.0])}  # client 3 received the first model, 1
-    moves = torch.tensor([[8.0], [1.0]])
-    sizes = torch.tensor([1.0, 3.0])
-    rule.update(ClientUpdate(torch.tensor([3, 0]), moves, sizes, extras=extras))
-    assert rule.compute().tolist() == [(9 + 3 * 6) / 4]
-    assert rule.models[:, 0].tolist() == [1.0, (9 + 3 * 6) / 4]
 
 
 def test_networks_that_cannot_be_drawn_anew_are_refused(fit):
@@ -179,3 +142,20 @@ def test_hooks_at_the_start_of_a_client_see_the_model_that_it_trains(fit):
     assert len(loop.aggregator.cluster_of.unique()) == 2
     assert len(differences) == 10
     assert not any(differences)
+
+
+def test_a_cluster_without_clients_keeps_its_model():
+    rule = IFCA(2, weighting="samples")
+    rule.setup(Federation(4, Cohort(4, 4)))
+    rule.start(torch.zeros(1))
+    extras = {"cluster": torch.tensor([0.0, 1.0])}
+    moves = torch.tensor([[1.0], [5.0]])
+    rule.update(ClientUpdate(torch.tensor([3, 0]), moves, torch.ones(2), extras=extras))
+    rule.compute()
+    rule.start(torch.zeros(1))
+    extras = {"cluster": torch.tensor([1.0, 1.0])}  # client 3 received the first model, 1
+    moves = torch.tensor([[8.0], [1.0]])
+    sizes = torch.tensor([1.0, 3.0])
+    rule.update(ClientUpdate(torch.tensor([3, 0]), moves, sizes, extras=extras))
+    assert rule.compute().tolist() == [(9 + 3 * 6) / 4]
+    assert rule.models[:, 0].tolist() == [1.0, (9 + 3 * 6) / 4]

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import FedAvg, FedControl, FedCostWAvg, FedPIDAvg
+from lightning_fl.aggregators import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.partition import Natural, QuantitySkew
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import ClientUpdate
 
 COHORTS = [[0, 1, 2], [1, 3], [0, 2, 200], [0, 1, 2, 3]]
 SAMPLES = {0: 5, 1: 10, 2: 1, 3: 7, 200: 3}
@@ -81,8 +81,8 @@ def test_without_the_integral_it_is_fedcostwavg():
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(("window", "clamp"), [(6, False), (2, False), (1, False), (3, True)])
-def test_rounds_are_the_equations_of_fedpidavg(window, clamp, split):
+@pytest.mark.parametrize("window", [6, 2])
+def test_rounds_are_the_equations_of_fedpidavg(monkeypatch, window, split):
     """Each client's losses, the initial model's first, are a list; losses rise and fall."""
 
     def plainly():
@@ -96,15 +96,13 @@ def test_rounds_are_the_equations_of_fedpidavg(window, clamp, split):
                 d.append(losses[-2] - losses[-1])
                 m.append(sum(losses[-window:]))
             assert min(d) < 0
-            if clamp:
-                d = [max(0.0, each) for each in d]
-                d = d if any(d) else s  # nobody's loss fell
             for row in range(len(ids)):
                 weight = 0.45 * s[row] / sum(s) + 0.45 * d[row] / sum(d) + 0.1 * m[row] / sum(m)
                 server = server + weight * update.delta[row]
             yield server
 
-    agree(trained(FedPIDAvg(window=window, clamp=clamp), split), plainly())
+    monkeypatch.setattr(FedPIDAvg, "columns", window + 1)  # the paper has a window of 6
+    agree(trained(FedPIDAvg(), split), plainly())
 
 
 def one_round(rule, before, after, delta=(3.0, 0.0), samples=(1, 2)):
@@ -120,7 +118,6 @@ def test_a_client_whose_loss_rises_counts_negatively():
     rule = FedPIDAvg(0.0, 1.0)
     assert one_round(rule, [1.0, 5.0], [2.0, 2.0]) == pytest.approx(-1.5)
     assert rule.metrics()["weight_l1"] == pytest.approx(2.0)
-    assert one_round(FedPIDAvg(0.0, 1.0, clamp=True), [1.0, 5.0], [2.0, 2.0]) == 0
 
 
 @pytest.mark.parametrize(
@@ -149,27 +146,6 @@ def test_negative_losses_are_not_clamped():
     """Losses of -1 to -3 and -1 to -2: d = 2, 1 and m = -4, -3."""
     assert one_round(FedPIDAvg(0.0, 1.0), [-1.0, -1.0], [-3.0, -2.0]) == pytest.approx(2.0)
     assert one_round(FedPIDAvg(0.0, 0.0), [-1.0, -1.0], [-3.0, -2.0]) == pytest.approx(12 / 7)
-
-
-@pytest.mark.parametrize(
-    "rule", [FedControl(1.0, 0.0), FedCostWAvg(1.0), FedPIDAvg(1.0, 0.0, window=1)]
-)
-def test_with_size_alone_it_is_fedavg(rule):
-    agree(trained(rule), trained(FedAvg()))
-
-
-def test_a_loss_of_zero_does_not_take_everything_over():
-    rule = FedCostWAvg(0.0, least=0.5)
-    rule.start(torch.zeros(1))
-    losses = torch.ones(2), torch.tensor([0.0, 1.0])
-    delta = torch.tensor([[3.0], [0.0]])
-    rule.update(ClientUpdate(torch.arange(2), delta, torch.ones(2), extras=extras(*losses)))
-    assert rule.compute().tolist() == [2.0]  # falls of 2 and 1
-
-
-def test_weights_that_sum_to_more_than_1_are_refused():
-    with pytest.raises(FederationError, match=r"sum to at most 1, got 0\.7 and 0\.5"):
-        FedControl(0.7, 0.5)
 
 
 # --- in a federation ------------------------------------------------------------------------------
@@ -235,16 +211,3 @@ def test_a_client_whose_loss_is_not_finite_is_dropped(fit, data):
         fit(module, loop, sizes, rounds=3)
     assert [row["dropped_clients"] for row in loop.rows] == ["0", "", ""]
     assert all(p.isfinite().all() for p in module.parameters())
-
-
-def test_a_window_of_another_run_is_refused():
-    rules = [FedPIDAvg(window=window) for window in (2, 3)]
-    for rule in rules:
-        rule.start(torch.zeros(2))
-    with pytest.raises(FederationError, match="set window to"):
-        rules[1].load_state_dict(rules[0].state_dict())
-
-
-def test_the_published_constants_are_the_defaults():
-    rule = FedPIDAvg()
-    assert (rule.alpha, rule.beta, rule.window, rule.clamp) == (0.45, 0.45, 6, False)

@@ -89,7 +89,6 @@ def test_a_round_merges_what_clients_have_become(sizes):
     torch.testing.assert_close(again, own)
     assert sorted(rule.assignments()) == [0, 1, 3]
     assert rule.assignments()[3][0] == expected.matchings[0].assignments[2].tolist()
-    assert rule.plot() is not None
 
 
 def two_rounds(rule, made, rounds=2):
@@ -109,10 +108,9 @@ def two_rounds(rule, made, rounds=2):
 
 
 @pytest.mark.parametrize("sizes", [(6, 8, 3), (6, 8, 5, 3)])
-@pytest.mark.parametrize("how", [{}, {"matching_start": "greedy"}], ids=str)
-def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes, how):
+def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes):
     """Client 3 was not in the first round, and client 1 is not in the second."""
-    options = {"gamma": 1.0, "client_variance": 0.3, "prior_variance": 5.0, "seed": 3, **how}
+    options = {"gamma": 1.0, "client_variance": 0.3, "prior_variance": 5.0, "seed": 3}
     once, ends = two_rounds(PFNM(**options), module(sizes), rounds=1)
     first = once.assignments()
     start = [
@@ -120,22 +118,19 @@ def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes, how):
         for layer in range(len(sizes) - 2)
     ]
     nets = [once.module_chain.unpack(end, once._clients.shapes) for end in ends]
-    given = {
-        name: value for name, value in options.items() if name not in ("seed", "matching_start")
-    }
+    given = {name: value for name, value in options.items() if name != "seed"}
 
     def expected(start):
         settings = MatchingOptions(**given, sweeps=3)
         found = match_networks(nets, None, settings, start=start, generator=once._orders())
         return found, [[m.assignments[row].tolist() for m in found.matchings] for row in range(3)]
 
-    network, atoms = expected(start if "matching_start" not in how else None)
+    network, atoms = expected(start)
     twice, _ = two_rounds(PFNM(**options), module(sizes))
     assert [twice.assignments()[client] for client in (0, 2, 3)] == atoms
     torch.testing.assert_close(twice.merged, once.module_chain.pack(network.layers))
     assert 8 < network.widths[0] < 24  # some neurons are shared, not all
-    # The option matters here.
-    assert [expected(begin)[1] == atoms for begin in (start, None)].count(True) == 1
+    assert expected(None)[1] != atoms
 
 
 def test_narrower_clients_stay_narrow(fit, data):
@@ -150,29 +145,6 @@ def test_narrower_clients_stay_narrow(fit, data):
     assert not first[0][1][3:].any()
     assert not first[1][0][:, 3:].any()
     assert first[0][0][:3].all()
-
-
-def test_clients_can_start_from_the_modules_own_network():
-    made = module()
-    rule = begun(PFNM(**ALL, start="server", widths=[8, 3]), made)
-    starts = rule.models_for(torch.tensor([0, 2, 1]))
-    assert torch.equal(starts[0], vector(made))
-    assert torch.equal(starts[1], vector(made))
-    weight, *_, out, bias = (p.detach() for p in made.parameters())
-    assert torch.equal(starts[2, :48].view(8, 6), torch.cat([weight[:3], 0 * weight[3:]]))
-    assert torch.equal(starts[2, 56:80].view(3, 8), torch.cat([out[:, :3], 0 * out[:, 3:]], 1))
-    assert torch.equal(starts[2, 80:], bias)
-
-
-def test_what_the_search_has_found_is_in_the_table(fit, data):
-    made, rule = module(), PFNM(client_variance=1.0)
-    (row,) = fit(made, FederatedLoop(aggregator=rule), data(), rounds=1).rows
-    assert row["width_1"] == LayerStack(made).shapes[0][0]
-    assert row["gamma"] in (1.0, 1e-3, 50.0)
-    x, y = data().train.tensors
-    with torch.no_grad():
-        right = (made(x).argmax(1) == y).double().mean()
-    assert row["train_accuracy"] == pytest.approx(float(right))
 
 
 def test_its_checkpoint_loads_elsewhere(fit, data, trainer, tmp_path):
@@ -196,26 +168,6 @@ def test_its_checkpoint_loads_elsewhere(fit, data, trainer, tmp_path):
     LayerStack(plain).fit_to(state)
     plain.load_state_dict(state)
     assert torch.equal(plain(torch.ones(1, 6).double()), whole(torch.ones(1, 6).double()))
-
-
-def test_a_stop_in_a_round_leaves_the_network_of_before(fit, data, trainer):
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            trainer.should_stop = trainer.current_epoch == 2 and batch_idx == 1
-
-    made, rule = module(), PFNM(gamma=50.0, client_variance=0.1, prior_variance=1.0)
-    loop = fit(
-        made,
-        FederatedLoop(aggregator=rule, policy=Schedule(num_steps=4)),
-        data(),
-        rounds=4,
-        callbacks=[Stop()],
-    )
-    assert loop.round == 2
-    assert LayerStack(made).shapes[0][0] == int(loop.rows[-1]["width_1"]) > 8
-    for (w, b), layer in zip(rule.network(), LayerStack(made).layers.values(), strict=True):
-        assert torch.equal(layer.weight, w)
-        assert torch.equal(layer.bias, b)
 
 
 def test_checkpoints_of_all_moments(fit, data, tmp_path):
@@ -261,34 +213,6 @@ def test_checkpoints_of_all_moments(fit, data, tmp_path):
             assert torch.equal(a, b)
 
 
-def test_a_round_without_anybody_has_no_figures_of_another(fit, data, tmp_path):
-    def run(rounds, folder, **options):
-        made = module()
-        loop = FederatedLoop(aggregator=PFNM(**ALL, seed=1), policy=Schedule(num_steps=2), seed=2)
-        step = made.training_step
-
-        def poisoned(batch, batch_idx):
-            return step(batch, batch_idx) * (torch.nan if loop.round == 2 else 1.0)
-
-        made.training_step = poisoned
-        options |= {"callbacks": [RoundCheckpoint(str(folder))], "enable_checkpointing": True}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            fit(made, loop, data(), rounds=rounds, **options)
-        return loop.rows
-
-    whole = run(4, tmp_path / "whole")
-    assert [("width_1" in row and row["width_1"] != "") for row in whole] == [
-        True,
-        True,
-        False,
-        True,
-    ]
-    run(2, tmp_path / "parts")
-    parts = run(4, tmp_path / "parts", ckpt_path=str(tmp_path / "parts" / "last.ckpt"))
-    assert str(parts) == str(whole)  # as text: a loss is NaN
-
-
 def test_dropout_is_no_order_and_nothing_is_drawn_elsewhere(fit, data):
     network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
     drawn = []
@@ -325,20 +249,14 @@ CONV = nn.Conv2d(1, 4, 3)
             "LayerNorm",
         ),
         ([nn.Linear(6, 3)], FLAT, "two or more layers"),
-        ([nn.Linear(6, 5, bias=False), nn.Linear(5, 3)], FLAT, "each with a bias"),
+        ([nn.Linear(6, 5, bias=False), nn.Linear(5, 3)], FLAT, "layers with biases"),
         ([nn.Linear(6, 5), nn.Linear(4, 3)], FLAT, "each layer must feed the next"),
         (
             [CONV, nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 3)],
             IMAGES,
-            "a convolution with groups=2",
+            "without groups",
         ),
-        (
-            [nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(36, 3)],
-            IMAGES,
-            "0 is a convolution with groups=2",
-        ),
-        ([CONV, nn.Conv2d(4, 3, 6), nn.Flatten()], IMAGES, "ends with a Conv2d"),
-        ([CONV, nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3)], IMAGES, "BatchNorm2d"),
+        ([CONV, nn.Conv2d(4, 3, 6), nn.Flatten()], IMAGES, "the last of them Linear"),
         (
             [CONV, nn.LocalResponseNorm(3, alpha=9.0), nn.Flatten(), nn.Linear(144, 3)],
             IMAGES,
@@ -398,16 +316,6 @@ def test_search_without_a_score_is_refused():
         rule.load_global_network()
 
 
-def test_a_module_of_any_kind_is_matched(fit, data):
-    class Mine(Linear):
-        def forward(self, x):
-            return self.net(x)
-
-    made = Mine(net(6, 8, 3, activation=nn.Sigmoid)).double()
-    fit(made, FederatedLoop(aggregator=PFNM(**ALL), policy=Schedule(num_steps=20)), data())
-    assert made.net[0].out_features == made.net[2].in_features >= 8
-
-
 def test_what_is_no_pair_or_has_no_forward_is_refused(fit, data):
     with pytest.raises(FederationError, match=r"requires forward\(x\), and Linear has none"):
         fit(Linear(net(6, 8, 3)).double(), FederatedLoop(aggregator=PFNM(**ALL)), data())
@@ -448,3 +356,23 @@ def test_the_search_takes_the_narrowest_that_is_not_much_worse():
     assert chosen(worse) == min(width for width in widths if width > narrowest)
     rule.tolerance = 1.0
     assert chosen(worse) == narrowest
+
+
+def test_a_stop_in_a_round_leaves_the_network_of_before(fit, data, trainer):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.should_stop = trainer.current_epoch == 2 and batch_idx == 1
+
+    made, rule = module(), PFNM(gamma=50.0, client_variance=0.1, prior_variance=1.0)
+    loop = fit(
+        made,
+        FederatedLoop(aggregator=rule, policy=Schedule(num_steps=4)),
+        data(),
+        rounds=4,
+        callbacks=[Stop()],
+    )
+    assert loop.round == 2
+    assert LayerStack(made).shapes[0][0] == int(loop.rows[-1]["width_1"]) > 8
+    for (w, b), layer in zip(rule.network(), LayerStack(made).layers.values(), strict=True):
+        assert torch.equal(layer.weight, w)
+        assert torch.equal(layer.bias, b)

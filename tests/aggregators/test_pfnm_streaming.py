@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import PFNM, FedAvg, StreamingPFNM
+from lightning_fl.aggregators.matching.pfnm_streaming import LayerPosterior
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.functional.networks import MatchingOptions, NetworkPosterior, match_networks
 from lightning_fl.functional.randomness import RandomStream, generator
@@ -92,32 +93,16 @@ def test_clients_start_from_neurons_they_have_used(fit, data):
             assert (uses[chosen] > 0).all()
 
 
-def test_popular_neurons_are_drawn_more_often(fit, data):
-    rule = StreamingPFNM(**ALL, fresh=6, seed=1, noise=0.0)
-    fit(module(), FederatedLoop(rule, Schedule(num_steps=5), clients_per_round=1), data(), rounds=1)
-    rule.load_client_network()
-    rule.layers[0].uses[:] = 0
-    rule.layers[0].uses[0, :4] = torch.tensor([1.0, 6.0, 0.0, 3.0])
-    (w, _), _ = rule.network()
-    drawn = torch.zeros(len(w))
-    for round in range(1, 400):
-        rule.round.fill_(round)
-        weight = rule._first(0)[0][0]
-        drawn[[int((w == row).all(1).nonzero()) for row in weight[:2]]] += 1
-    # Two of three without replacement: 1 - P(not drawn).
-    p = torch.tensor([1.0, 6.0, 3.0]) / 10
-    expected = [
-        float(p[i] + sum(p[j] * p[i] / (1 - p[j]) for j in range(3) if j != i)) for i in range(3)
-    ]
-    torch.testing.assert_close(drawn[[0, 1, 3]] / 399, torch.tensor(expected), rtol=0, atol=0.08)
-    assert drawn.sum() == drawn[[0, 1, 3]].sum()
-
-
-def test_all_neurons_may_be_fresh(fit, data):
-    rule = StreamingPFNM(**ALL, fresh=3, widths=[8, 3], noise=0.0)
-    fit(module(), FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), data(), rounds=2)
-    rule.load_client_network()
-    assert not rule.models_for(torch.tensor([1]))[0, :48].any()
+def test_popular_neurons_are_drawn_more_often():
+    """Two of three without replacement: 1 - P(not drawn)."""
+    layer, random = LayerPosterior(torch.device("cpu")), torch.Generator().manual_seed(0)
+    layer.uses = torch.tensor([[1.0, 6.0, 0.0, 3.0]], dtype=torch.float64)
+    drawn = torch.zeros(4)
+    for _ in range(2000):
+        drawn[layer.drawn(0, 2, random)] += 1
+    p = torch.tensor([1.0, 6.0, 0.0, 3.0]) / 10
+    expected = [p[i] * (1 + sum(p[j] / (1 - p[j]) for j in range(4) if j != i)) for i in range(4)]
+    torch.testing.assert_close(drawn / 2000, torch.stack(expected), rtol=0, atol=0.05)
 
 
 def test_noise_and_narrow_clients(fit, data):

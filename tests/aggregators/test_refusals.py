@@ -64,6 +64,11 @@ def test_average_over_all_clients_needs_their_samples():
         rule.compute()
 
 
+def test_weights_that_sum_to_more_than_1_are_refused():
+    with pytest.raises(FederationError, match=r"sum to at most 1, got 0\.7 and 0\.5"):
+        FedControl(0.7, 0.5)
+
+
 SGD, MOMENTUM = (partial(torch.optim.SGD, lr=0.1, momentum=m) for m in (0.0, 0.9))
 CLIPPED = {"gradient_clip_val": 1.0}
 
@@ -72,7 +77,6 @@ CLIPPED = {"gradient_clip_val": 1.0}
     ("rule", "optimizer", "options", "words"),
     [
         (FedNova, partial(MOMENTUM, nesterov=True), {}, r"SGD\(nesterov=...\): leave it out"),
-        (FedNova, partial(MOMENTUM, dampening=0.1), {}, r"SGD\(dampening=...\): leave it out"),
         (FedNova, MOMENTUM, {"terms": [Proximal(0.1)]}, "momentum and SGD with a proximal term"),
         (FedNova, MOMENTUM, {"optimizer_state": "keep"}, "set optimizer_state='reset'"),
         (FedNova, torch.optim.Adam, {}, "the optimizer is Adam: choose SGD"),
@@ -106,7 +110,7 @@ def test_learning_rates_that_a_scheduler_makes_different_are_refused(fit, make):
             factors = [lambda round: 1.0, lambda round: 0.5**round]
             return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, factors)]
 
-    with pytest.raises(FederationError, match="needs one lr for all parameters"):
+    with pytest.raises(FederationError, match="have different lr: use one group"):
         fit(Scheduled(torch.nn.Linear(4, 2)).double(), FederatedLoop(make(), seed=1), samples())
 
 
@@ -121,7 +125,6 @@ def test_module_without_losses_is_refused(fit, foreign, make):
     "make",
     [
         partial(AFL, mode="sampling"),
-        partial(AFL, output="average"),
         DPFedAvg,
         FedBuff,
         partial(PFNM, gamma=1.0, client_variance=0.5, prior_variance=5.0),

@@ -110,16 +110,6 @@ def test_rules_of_sums_are_themselves_up_to_rounding(make):
     assert learned == pytest.approx(plain.metrics())
 
 
-def test_the_order_of_clients_changes_no_bit():
-    expected = result(started(SecureAggregation(bits=16)))
-    for order in ([3, 2, 1, 0], [1, 3, 0, 2]):
-        rule = started(SecureAggregation(bits=16))
-        assert torch.equal(result(rule, order=order), expected)
-    rule.start(torch.zeros(7, dtype=torch.float64))
-    rule.update(updates())  # all at once
-    assert torch.equal(rule.compute(), expected)
-
-
 def test_a_rule_learns_the_sum_alone():
     """Other updates with the same integers in total, and the same model to the last bit."""
     rule = started(SecureAggregation(FedAvg("uniform"), bits=16))
@@ -195,11 +185,11 @@ def test_noise_of_clients_that_cannot_be_accounted_for_is_refused(fit):
 @pytest.mark.filterwarnings("ignore:.*dropped")
 def test_a_run_is_that_of_fedavg_and_the_table_has_the_bits(fit):
     models, rows = [], []
+    # Entries of two classes change by opposite amounts: six of ten entries are whole pairs.
+    options = {"seed": 1, "clients_per_round": 4, "update_transforms": [TopK(0.6)]}
     for rule in (FedAvg(), SecureAggregation(bits=40)):
         made = module()
-        loop = FederatedLoop(
-            rule, Schedule(num_steps=3), seed=1, clients_per_round=4, update_transforms=[TopK(0.5)]
-        )
+        loop = FederatedLoop(rule, Schedule(num_steps=3), **options)
         fit(made, loop, samples(), rounds=3, callbacks=[Lost(2)])
         models.append(vector(made))
         rows.append(loop.rows)
@@ -225,7 +215,6 @@ def test_an_empty_round_keeps_the_model():
 OPTIONS = {
     "Gossip": ["ring"],
     "Staged": [[1], [FedAvg(), FedAvg()]],
-    **dict.fromkeys(["PFNM", "FedMA", "StreamingPFNM"], (1.0, 0.5, 5.0)),
 }
 #: Rules that need sums only.
 OF_SUMS = {
@@ -289,3 +278,13 @@ def test_the_largest_weight_is_known_or_given():
     rule = started(SecureAggregation(FedCM()))  # which divides by the way of its steps
     with pytest.raises(FederationError, match="max_weight=10 or more"):
         rule.update(updates())
+
+
+def test_the_order_of_clients_changes_no_bit():
+    expected = result(started(SecureAggregation(bits=16)))
+    for order in ([3, 2, 1, 0], [1, 3, 0, 2]):
+        rule = started(SecureAggregation(bits=16))
+        assert torch.equal(result(rule, order=order), expected)
+    rule.start(torch.zeros(7, dtype=torch.float64))
+    rule.update(updates())  # all at once
+    assert torch.equal(rule.compute(), expected)

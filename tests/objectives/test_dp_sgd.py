@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import FedAdam, Scaffold
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
 from lightning_fl.contracts.plan import Cohort
@@ -107,17 +106,6 @@ def test_gradients_are_those_of_opacus():
         torch.testing.assert_close(grad, p.grad, rtol=0, atol=1e-6, msg=name)
 
 
-def test_without_noise_clipping_and_drawing_it_is_sgd():
-    module, given = made(noise_multiplier=0.0, batch_size=9, clip_norm=1e9), batch()
-    found, loss = gradient(module, given)
-    module.zero_grad()
-    expected = nn.functional.cross_entropy(module.net(given[0]), given[1])
-    expected.backward()
-    assert loss == pytest.approx(float(expected.detach()))
-    for name, p in module.net.named_parameters():
-        torch.testing.assert_close(found[name], p.grad, rtol=0, atol=1e-14)
-
-
 def test_many_samples_are_processed_in_parts(monkeypatch):
     expected = gradient(made(batch_size=100), batch(150))
     monkeypatch.setattr("lightning_fl.objectives.dp_sgd.AT_ONCE", 7)
@@ -192,11 +180,8 @@ def test_each_client_has_an_epsilon_and_the_table_the_largest(fit):
     assert losses[-1] == pytest.approx(max(accountant.epsilons().values()), rel=1e-6)
 
 
-@pytest.mark.parametrize("noise", [1.0, 2.0])
-def test_a_resumed_run_has_the_bits_and_the_loss_of_an_uninterrupted_one(fit, tmp_path, noise):
-    """With other noise from then on, both kinds of steps count."""
-    whole, second = made(), made(seed=7, noise_multiplier=noise)
-    expected = run(fit, whole, rounds=4)
+def test_steps_of_both_kinds_count_in_a_run_that_is_resumed_with_other_noise(fit, tmp_path):
+    expected = run(fit, made(), rounds=4)
 
     def saved(module, rounds, path=None):
         saver = RoundCheckpoint(dirpath=tmp_path, every_n_rounds=1)
@@ -204,33 +189,12 @@ def test_a_resumed_run_has_the_bits_and_the_loss_of_an_uninterrupted_one(fit, tm
         return run(fit, module, rounds=rounds, callbacks=[saver], trainer=trainer)
 
     saved(made(), 2)
-    loop = saved(second, 4, tmp_path / "last.ckpt")
-    if noise == 1.0:
-        assert torch.equal(vector(second), vector(whole))
-        assert loop.rows == expected.rows
-    else:
-        last = loop.rows[-1]["sample_epsilon"]
-        assert loop.rows[1]["sample_epsilon"] < last < expected.rows[-1]["sample_epsilon"]
+    loop = saved(made(seed=7, noise_multiplier=2.0), 4, tmp_path / "last.ckpt")
+    last = loop.rows[-1]["sample_epsilon"]
+    assert loop.rows[1]["sample_epsilon"] < last < expected.rows[-1]["sample_epsilon"]
 
 
 # --- randomness -----------------------------------------------------------------------------------
-
-
-def test_random_numbers_depend_on_seed_round_and_client_alone(fit):
-    """Each client starts its own stream, whoever trains before it."""
-    states = []
-
-    class Noted(DPSGD):
-        def training_step(self, batch, batch_idx):
-            if not batch_idx:
-                states.append(torch.get_rng_state())
-            return super().training_step(batch, batch_idx)
-
-    module = Noted(nn.Linear(4, 2), batch_size=6, delta=0.01, optimizer=SGD).double()
-    run(fit, module, rounds=1, clients_per_round=5)
-    for client in range(5):
-        random = generator(1, RandomStream.CLIENT, 0, client)
-        assert any(torch.equal(random.get_state(), state) for state in states)
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -258,9 +222,50 @@ def test_what_it_cannot_serve_is_refused(fit):
     run(fit, made(), aggregator=FedAdam())
 
 
-@pytest.mark.filterwarnings("ignore:.*one client after another.*boolean mask")
-def test_vectorized_clients_train_one_after_another(fit):
-    plain, asked = made(), made()
-    run(fit, plain)
-    run(fit, VectorizedClients(asked, 2, compile=False))
-    assert torch.equal(vector(asked), vector(plain))
+def test_without_noise_clipping_and_drawing_it_is_sgd():
+    module, given = made(noise_multiplier=0.0, batch_size=9, clip_norm=1e9), batch()
+    found, loss = gradient(module, given)
+    module.zero_grad()
+    expected = nn.functional.cross_entropy(module.net(given[0]), given[1])
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()))
+    for name, p in module.net.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("noise", [1.0, 2.0])
+def test_a_resumed_run_has_the_bits_and_the_loss_of_an_uninterrupted_one(fit, tmp_path, noise):
+    """With other noise from then on, both kinds of steps count."""
+    whole, second = made(), made(seed=7, noise_multiplier=noise)
+    expected = run(fit, whole, rounds=4)
+
+    def saved(module, rounds, path=None):
+        saver = RoundCheckpoint(dirpath=tmp_path, every_n_rounds=1)
+        trainer = {"enable_checkpointing": True, "ckpt_path": path}
+        return run(fit, module, rounds=rounds, callbacks=[saver], trainer=trainer)
+
+    saved(made(), 2)
+    loop = saved(second, 4, tmp_path / "last.ckpt")
+    if noise == 1.0:
+        assert torch.equal(vector(second), vector(whole))
+        assert loop.rows == expected.rows
+    else:
+        last = loop.rows[-1]["sample_epsilon"]
+        assert loop.rows[1]["sample_epsilon"] < last < expected.rows[-1]["sample_epsilon"]
+
+
+def test_random_numbers_depend_on_seed_round_and_client_alone(fit):
+    """Each client starts its own stream, whoever trains before it."""
+    states = []
+
+    class Noted(DPSGD):
+        def training_step(self, batch, batch_idx):
+            if not batch_idx:
+                states.append(torch.get_rng_state())
+            return super().training_step(batch, batch_idx)
+
+    module = Noted(nn.Linear(4, 2), batch_size=6, delta=0.01, optimizer=SGD).double()
+    run(fit, module, rounds=1, clients_per_round=5)
+    for client in range(5):
+        random = generator(1, RandomStream.CLIENT, 0, client)
+        assert any(torch.equal(random.get_state(), state) for state in states)

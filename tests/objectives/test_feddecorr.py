@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from by_hand import assert_equal, cross_entropy, forward, gradient, moved, network, sgd, simulate
+from by_hand import cross_entropy, forward, gradient, moved, network, sgd, simulate
 from lightning_fl import ClientModule
 from lightning_fl.functional.decorrelation import correlation_penalty
 from lightning_fl.objectives import FedDecorr
@@ -54,13 +54,6 @@ def test_constant_features_and_single_samples_add_nothing():
     assert correlation_penalty(f.detach()[:, [0, 1]]) == 0
     assert correlation_penalty(f.detach()[:1]) == 0
     assert correlation_penalty(f.detach()[:, :1]) == 0
-
-
-def test_without_strength_it_is_fedavg(run):
-    plain, none = module(), module(FedDecorr(0.0))
-    run(plain, rounds=2)
-    run(none, rounds=2)
-    assert_equal(none.net, dict(plain.net.named_parameters()), dict(plain.net.named_buffers()))
 
 
 def test_a_network_without_a_linear_top_is_refused(run):

@@ -16,7 +16,6 @@ from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.mixture import (
-    floored_log_weights,
     log_responsibilities,
     mixture_log_probabilities,
 )
@@ -61,11 +60,10 @@ def federation(fit, blobs):
         policy=None,
         batch_size=7,
         module=None,
-        floor=0.0,
         **options,
     ):
         torch.manual_seed(0)
-        made = module or FedEM(nn.Linear(6, 3), components, sgd, floor=floor).double()
+        made = module or FedEM(nn.Linear(6, 3), components, sgd).double()
         data = FederatedDataModule(
             blobs(100), num_clients=4, batch_size=batch_size, partition=Dirichlet(0.5, 5), seed=1
         )
@@ -79,10 +77,9 @@ def federation(fit, blobs):
     return train
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.4])
-def test_rounds_are_the_algorithm(federation, floor):
+def test_rounds_are_the_algorithm(federation):
     """Everyone's samples in one batch, two local steps: M steps with fixed responsibilities."""
-    module, loop, data = federation(3, policy=Schedule(num_steps=2), batch_size=None, floor=floor)
+    module, loop, data = federation(3, policy=Schedule(num_steps=2), batch_size=None)
     start = FedEM(nn.Linear(6, 3), 2, sgd, seed=0).double()
     theta = torch.stack(
         [torch.cat([n.weight.flatten(), n.bias]).detach() for n in start.net]
@@ -98,8 +95,7 @@ def test_rounds_are_the_algorithm(federation, floor):
         moved, counts = [], []
         for client in plan:
             x, y = data.train.fetch(data.parts[client])
-            weights = pi.get(client, torch.full((2,), 0.5, dtype=torch.float64)).clamp(min=floor)
-            weights = weights / weights.sum()
+            weights = pi.get(client, torch.full((2,), 0.5, dtype=torch.float64))
             mass = weights * torch.exp(-losses(theta, x, y))
             q = mass / mass.sum(1, keepdim=True)
             own = theta.clone().requires_grad_()
@@ -150,28 +146,6 @@ def test_one_component_is_fedavg(federation, flat):
     torch.testing.assert_close(flat(module.net), flat(plain.net), atol=1e-12, rtol=0)
 
 
-def test_a_small_weight_is_not_rounded_to_zero():
-    """By hand: q = 1e-50 / (1 + 1e-50) for the first sample, which float32 does not have."""
-    losses = torch.tensor([[0.0, math.log(1e50)], [0.0, math.log(1e60)]])
-    log_q = log_responsibilities(losses, torch.tensor([0.5, 0.5]).log())
-    expected = torch.tensor([[0.0, -math.log(1e50)], [0.0, -math.log(1e60)]])
-    torch.testing.assert_close(log_q, expected)
-    assert responsibilities(losses, torch.tensor([0.5, 0.5]).log())[:, 1].tolist() == [0, 0]
-
-
-def test_a_weight_of_zero_is_a_responsibility_of_zero():
-    losses = torch.tensor([[9.0, 0.0], [1e4, 0.0]])
-    assert responsibilities(losses, torch.tensor([1.0, 0.0]).log()).tolist() == [[1, 0], [1, 0]]
-
-
-def test_a_floor_by_hand():
-    weights = torch.tensor([0.0, 0.04, 0.96], dtype=torch.float64)
-    found = floored_log_weights(weights.log(), 0.1).exp()
-    expected = torch.tensor([0.1, 0.1, 0.96], dtype=torch.float64) / 1.16
-    torch.testing.assert_close(found, expected, atol=1e-15, rtol=0)
-    assert torch.equal(floored_log_weights(weights.log(), 0.0), weights.log())
-
-
 def test_a_component_that_fits_badly_keeps_what_the_equation_gives_it():
     """Two batches in float32 with losses of 0 and 200: the weight is e^-200, neither 0 nor 1e-6."""
     module = FedEM(nn.Linear(1, 2), 2, sgd)
@@ -190,70 +164,6 @@ def test_a_component_that_fits_badly_keeps_what_the_equation_gives_it():
     torch.testing.assert_close(module.weights, torch.tensor([0.5, 0.5]), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("group_size", [None, 3])
-def test_a_component_of_weight_zero_stays_there_unless_there_is_a_floor(federation, group_size):
-    for floor in (0.0, 0.1):
-        module = FedEM(nn.Linear(6, 3), 2, sgd, seed=0, floor=floor).double()
-        with torch.no_grad():
-            module.log_weights.copy_(torch.tensor([1.0, 0.0]).log())
-        before = module.net[1].weight.detach().clone()
-        _, loop, _ = federation(3, group_size, module=module)
-        kept = [loop.store.get(client) for client in range(4)]
-        shares = [k["parameter.log_expected"].exp() / k["parameter.seen"] for k in kept if k]
-        assert len(shares) > 2
-        if floor:
-            assert min(share[1] for share in shares) > 1e-3
-        else:
-            assert [float(share[1]) for share in shares] == [0] * len(shares)
-        assert torch.equal(module.net[1].weight, before) == (floor == 0)
-
-
-@pytest.fixture
-def groups():
-    """Six clients: three learn the sign of the first number, three its opposite."""
-
-    def make():
-        random = torch.Generator().manual_seed(0)
-        x = torch.randn(600, 2, generator=random, dtype=torch.float64)
-        y = (x[:, 0] > 0).long()
-        y[300:] = 1 - y[300:]
-        keys = torch.arange(600).div(100, rounding_mode="floor").tolist()
-        options = {"num_clients": None, "partition": Natural(), "keys": keys, "batch_size": 20}
-        return FederatedDataModule(
-            TensorDataset(x, y), local_test_size=0.2, seed=1, val_size=0.1, **options
-        )
-
-    return make
-
-
-@pytest.mark.parametrize("rule", [None, pytest.param(Gossip("ring"), marks=pytest.mark.slow)])
-def test_clients_of_two_kinds_find_their_component_and_a_new_one_adapts(fit, groups, rule):
-    scores = {}
-    for name, rounds in (("fedem", 40), ("fedavg", 8)):
-        torch.manual_seed(0)
-        net = nn.Linear(2, 2)
-        module = FedEM(net, 2, sgd) if name == "fedem" else ClientModule(net, optimizer=sgd)
-        together = VectorizedClients(module.double(), 6, compile=False)  # to be quick
-        callback = PersonalizedEvaluation(steps=0)
-        aggregator = rule if name == "fedem" else None
-        loop = FederatedLoop(aggregator=aggregator, policy=Schedule(local_epochs=1), seed=0)
-        data = groups()
-        fit(together, loop, data, rounds=rounds, callbacks=[callback])
-        scores[name] = loop.rows[-1]["server/mean"]
-        if name == "fedem":
-            weights = [loop.store.get(c)["parameter.log_expected"] for c in range(6)]
-            kinds = [int(w.argmax()) for w in weights]
-            assert kinds[:3] == [kinds[0]] * 3
-            assert kinds[3:] == [1 - kinds[0]] * 3
-        if name == "fedem" and rule is None:
-            x, y = data.train.fetch(data.local_tests[4])
-            alone = (module(x).argmax(1) == y).double().mean()
-            assert module.adapt(data.train.fetch(data.parts[4])).max() > 0.7
-            assert (module(x).argmax(1) == y).double().mean() > max(0.9, alone)
-    assert scores["fedem"] > 0.95
-    assert scores["fedavg"] < 0.7
-
-
 def test_components_differ_and_belong_to_the_seed(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "3")
     one, other = (FedEM(nn.Linear(6, 3), 2, seed=seed) for seed in (3, None))
@@ -262,11 +172,9 @@ def test_components_differ_and_belong_to_the_seed(monkeypatch):
     assert torch.equal(one.net[1].weight, FedEM(nn.Linear(6, 3), 1, seed=4).net[0].weight)
 
 
-def test_networks_with_buffers_and_floors_above_even_weights_are_refused():
+def test_networks_with_buffers_are_refused():
     with pytest.raises(FederationError, match="has buffers"):
         FedEM(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    with pytest.raises(FederationError, match=r"floor must be .* 0.4: the upper limit is 1/3"):
-        FedEM(nn.Linear(2, 2), floor=0.4)
 
 
 def test_components_that_cannot_be_drawn_are_refused():
@@ -280,7 +188,6 @@ def test_components_that_cannot_be_drawn_are_refused():
 
     with pytest.raises(FederationError, match="all components have equal parameters"):
         FedEM(Own())
-    assert FedEM(Own(), components=1)
     layer = nn.Sequential(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), nn.Linear(4, 3))
     one, other, _ = FedEM(layer).net
     assert not torch.equal(one[0].self_attn.in_proj_weight, other[0].self_attn.in_proj_weight)
@@ -324,3 +231,58 @@ def test_who_took_no_part_gets_weights_of_its_own_before_it_is_scored(fit, blobs
     x, y = data.train.fetch(data.parts[absent])
     found = copy.deepcopy(module).adapt((x, y))
     torch.testing.assert_close(found, next(w for c, w in seen if c == absent))
+
+
+@pytest.fixture
+def groups():
+    """Six clients: three learn the sign of the first number, three its opposite."""
+
+    def make():
+        random = torch.Generator().manual_seed(0)
+        x = torch.randn(600, 2, generator=random, dtype=torch.float64)
+        y = (x[:, 0] > 0).long()
+        y[300:] = 1 - y[300:]
+        keys = torch.arange(600).div(100, rounding_mode="floor").tolist()
+        options = {"num_clients": None, "partition": Natural(), "keys": keys, "batch_size": 20}
+        return FederatedDataModule(
+            TensorDataset(x, y), local_test_size=0.2, seed=1, val_size=0.1, **options
+        )
+
+    return make
+
+
+def test_a_small_weight_is_not_rounded_to_zero():
+    """By hand: q = 1e-50 / (1 + 1e-50) for the first sample, which float32 does not have."""
+    losses = torch.tensor([[0.0, math.log(1e50)], [0.0, math.log(1e60)]])
+    log_q = log_responsibilities(losses, torch.tensor([0.5, 0.5]).log())
+    expected = torch.tensor([[0.0, -math.log(1e50)], [0.0, -math.log(1e60)]])
+    torch.testing.assert_close(log_q, expected)
+    assert responsibilities(losses, torch.tensor([0.5, 0.5]).log())[:, 1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rule", [None, pytest.param(Gossip("ring"), marks=pytest.mark.slow)])
+def test_clients_of_two_kinds_find_their_component_and_a_new_one_adapts(fit, groups, rule):
+    scores = {}
+    for name, rounds in (("fedem", 40), ("fedavg", 8)):
+        torch.manual_seed(0)
+        net = nn.Linear(2, 2)
+        module = FedEM(net, 2, sgd) if name == "fedem" else ClientModule(net, optimizer=sgd)
+        together = VectorizedClients(module.double(), 6, compile=False)  # to be quick
+        callback = PersonalizedEvaluation(steps=0)
+        aggregator = rule if name == "fedem" else None
+        loop = FederatedLoop(aggregator=aggregator, policy=Schedule(local_epochs=1), seed=0)
+        data = groups()
+        fit(together, loop, data, rounds=rounds, callbacks=[callback])
+        scores[name] = loop.rows[-1]["server/mean"]
+        if name == "fedem":
+            weights = [loop.store.get(c)["parameter.log_expected"] for c in range(6)]
+            kinds = [int(w.argmax()) for w in weights]
+            assert kinds[:3] == [kinds[0]] * 3
+            assert kinds[3:] == [1 - kinds[0]] * 3
+        if name == "fedem" and rule is None:
+            x, y = data.train.fetch(data.local_tests[4])
+            alone = (module(x).argmax(1) == y).double().mean()
+            assert module.adapt(data.train.fetch(data.parts[4])).max() > 0.7
+            assert (module(x).argmax(1) == y).double().mean() > max(0.9, alone)
+    assert scores["fedem"] > 0.95
+    assert scores["fedavg"] < 0.7

@@ -7,7 +7,6 @@ from by_hand import assert_equal, cross_entropy, forward, gradient, moved, netwo
 from lightning_fl import ClientModule
 from lightning_fl.functional.distillation import not_true_divergence
 from lightning_fl.objectives import FedNTD
-from lightning_fl.types import FederationError
 
 
 def module(*terms, batchnorm=True):
@@ -54,13 +53,3 @@ def test_two_classes_have_one_other_class():
     z, teacher = torch.randn(2, 5, 2, dtype=torch.float64)
     y = torch.tensor([0, 1, 1, 0, 1])
     assert not_true_divergence(z, teacher, y, 1.0).tolist() == [0.0] * 5
-
-
-def test_without_strength_it_is_fedavg(run):
-    plain, none = module(), module(FedNTD(0.0))
-    run(plain)
-    run(none)
-    for name, value in plain.net.state_dict().items():
-        assert torch.equal(value, none.net.state_dict()[name])
-    with pytest.raises(FederationError, match="temperature"):
-        FedNTD(temperature=0.0)

@@ -111,5 +111,5 @@ def test_no_batch_of_one_sample_is_left_for_the_adaptation(fit, data):
 
 
 def test_a_batch_that_cannot_be_divided_is_refused(fit, data):
-    with pytest.raises(FederationError, match="into 3 parts, but client 0 has a batch of 2"):
+    with pytest.raises(FederationError, match="into 3 parts, and a client has a batch of 2"):
         fit(module(hessian=True, batchnorm=False), datamodule=data(batch_size=7))

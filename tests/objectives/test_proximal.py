@@ -1,6 +1,5 @@
 """FedProx: stay near the server."""
 
-import pytest
 import torch
 
 from lightning_fl.functional.proximal import proximal_penalty
@@ -24,19 +23,6 @@ def test_two_parameters_by_hand():
     assert own.params["b"].grad.item() == 1.5
 
 
-def test_it_has_nothing_to_learn_or_to_save():
-    assert Proximal(mu=1.0).state_dict() == {}
-    assert list(Proximal(mu=1.0).parameters()) == []
-
-
-def test_a_complex_number_is_two_real_ones():
-    w = torch.tensor([3 + 1j], dtype=torch.complex128, requires_grad=True)
-    penalty = proximal_penalty([w], [torch.tensor([1 + 2j])], mu=0.5)
-    penalty.backward()
-    assert penalty.item() == 0.5 / 2 * (4 + 1)
-    assert w.grad.item() == 0.5 * (2 - 1j)
-
-
 def test_the_gradient_is_mu_times_the_distance():
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 2), (4,), ()]
@@ -51,17 +37,3 @@ def test_the_gradient_is_mu_times_the_distance():
     for w, w_t in zip(params, anchor, strict=True):
         torch.testing.assert_close(w.grad, 0.3 * (w - w_t).detach(), atol=1e-15, rtol=0)
         assert w_t.grad is None
-
-
-def test_without_mu_or_distance_there_is_no_penalty():
-    w = torch.tensor([1.0, 2.0], requires_grad=True)
-    assert proximal_penalty([w], [torch.zeros(2)], mu=0.0).item() == 0
-    penalty = proximal_penalty([w], [w.detach()], mu=5.0)
-    penalty.backward()
-    assert penalty.item() == 0
-    assert w.grad.tolist() == [0, 0]
-
-
-def test_another_number_of_tensors_is_an_error():
-    with pytest.raises(ValueError, match="zip"):
-        proximal_penalty([torch.ones(1)], [torch.ones(1), torch.ones(1)], mu=1.0)

@@ -20,11 +20,8 @@ POLICIES = {
     "Schedule()": Schedule,
     "Schedule(lr, steps)": lambda: Schedule(lr=0.1, num_steps=3, decay=0.9),
     "Schedule(decay)": lambda: Schedule(local_epochs=2.5, decay=0.9),
-    "Schedule(steps_decay)": lambda: Schedule(num_steps=9, steps_decay=0.5),
     "DiscreteGaussianReinforce": DiscreteGaussianReinforce,
-    "DiscreteGaussianReinforce(adam)": lambda: DiscreteGaussianReinforce(
-        optimizer="adam", learn_precision=True
-    ),
+    "DiscreteGaussianReinforce(precision)": lambda: DiscreteGaussianReinforce(learn_precision=True),
     "StagedPolicy": lambda: StagedPolicy([1], [Schedule(lr=0.1), DiscreteGaussianReinforce()]),
     "AdaptiveMu": lambda: AdaptiveMu(0.5, patience=1),
     "Stragglers": lambda: Stragglers(0.5),

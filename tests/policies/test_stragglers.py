@@ -53,15 +53,6 @@ def test_who_they_are_does_not_depend_on_the_method():
     assert any(differ)
 
 
-def test_who_is_dropped_does_not_train(fit, foreign):
-    loop = FederatedLoop(policy=Stragglers(0.5, drop=True), buffers="average", seed=0)
-    fit(foreign(), loop, rounds=3)
-    assert [row["clients"] for row in loop.rows] == [2, 2, 2]
-    everyone = FederatedLoop(policy=Stragglers(1.0, drop=True), buffers="average", seed=0)
-    fit(foreign(), everyone, rounds=2)
-    assert [row["clients"] for row in everyone.rows] == [1, 1]
-
-
 @pytest.mark.parametrize("drop", [False, True])
 def test_whom_the_policy_excludes_does_not_train_either(drop):
     """Its values may be numbers, as in a policy by itself."""
@@ -77,17 +68,17 @@ def test_whom_the_policy_excludes_does_not_train_either(drop):
     assert torch.equal(values["num_steps"] < 9, slow & (not drop))
 
 
-def test_kept_ones_are_taken_in_with_what_they_did(fit, foreign):
-    policy = Stragglers(0.5, Schedule(num_steps=20), seed=0)
-    loop = FederatedLoop(policy=policy, buffers="average", seed=0)
-    fit(foreign(), loop, rounds=1)
-    steps = policy.sample(0, torch.arange(4))["num_steps"]
-    assert loop.rows[0]["clients"] == 4
-    assert loop.rows[0]["num_steps"] == steps.sum() < 80
-
-
 def test_stages_draw_different_stragglers():
     policy = StagedPolicy([2], [Stragglers(0.5, Schedule(num_steps=100)) for _ in range(2)])
     policy.setup(Federation(100, Cohort(100, 100)))
     drawn = [policy.sample(round, torch.arange(100))["num_steps"] for round in range(4)]
     assert len({tuple(steps.tolist()) for steps in drawn}) == 4
+
+
+def test_who_is_dropped_does_not_train(fit, foreign):
+    loop = FederatedLoop(policy=Stragglers(0.5, drop=True), buffers="average", seed=0)
+    fit(foreign(), loop, rounds=3)
+    assert [row["clients"] for row in loop.rows] == [2, 2, 2]
+    everyone = FederatedLoop(policy=Stragglers(1.0, drop=True), buffers="average", seed=0)
+    fit(foreign(), everyone, rounds=2)
+    assert [row["clients"] for row in everyone.rows] == [1, 1]

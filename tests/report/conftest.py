@@ -8,7 +8,6 @@ import torch
 import yaml
 
 from histories import by_round
-from lightning_fl.callbacks.report import round_figure
 from lightning_fl.partition.manifest import FORMAT, Manifest, checksum
 
 CONFIG = {
@@ -97,10 +96,3 @@ def config():
         return yaml.safe_dump(found)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def picture(tmp_path_factory):
-    path = tmp_path_factory.mktemp("picture") / "a.png"
-    round_figure([{"round": 1, "val_acc": 0.5}]).savefig(path)
-    return path.read_bytes()

@@ -158,21 +158,12 @@ def test_files_of_an_earlier_fit_are_not_logged(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(tracking, "_log_one", lambda logger, file: given.append(file.name))
     fit(tmp_path, False)
-    for name in ("aggregator.png", "policy.png", "report.html", "config.yaml"):
+    for name in ("report.html", "config.yaml"):
         (tmp_path / name).write_text("of an earlier fit")
     with pytest.raises(ValueError, match="at once"):
         fit(tmp_path, DummyLogger(), module=FailingAtOnce())
     assert (tmp_path / "rounds.csv").exists()  # as it was
     assert set(given) == {"partition.png", "partition.json", "environment.json"}
-
-
-def test_pictures_of_an_earlier_fit_are_removed(tmp_path):
-    for name in ("aggregator.png", "policy.png", "mine.png"):
-        (tmp_path / name).write_text("of an earlier fit")
-    fit(tmp_path, False)
-    assert {path.name for path in tmp_path.glob("*.png")} == {
-        *("mine.png", "partition.png", "rounds.png")
-    }
 
 
 @pytest.mark.parametrize("callbacks", [[LogFiles()], [LogFiles(), RunReport()]])

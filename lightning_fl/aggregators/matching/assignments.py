@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_fl.functional.neuron_matching import Matching
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Atoms of the neurons of each hidden layer, by client.
-Assignments = Mapping[int, Sequence[Sequence[int]]]
 
 
 def assignment_table(clients: Sequence[int], matchings: Sequence[Matching]) -> Tensor:
@@ -46,29 +39,3 @@ def read_table(table: Tensor) -> dict[int, list[list[int]]]:
         layers[0][0]: [[atom for atom in row[1:] if atom >= 0] for row in layers]
         for layers in table.tolist()
     }
-
-
-def draw_assignments(assignments: Assignments, widths: Sequence[int]) -> Figure:
-    """Draw the atoms of each client, one panel per hidden layer.
-
-    Args:
-        assignments: Atoms of at least one client.
-        widths: Number of atoms of each hidden layer.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 0.8 + 2.2 * len(widths)), layout="constrained")
-    panels = figure.subplots(len(widths), 1, squeeze=False)[:, 0]
-    for layer, (axes, width) in enumerate(zip(panels, widths, strict=True)):
-        has = torch.zeros(len(assignments), width)
-        for row, layers in enumerate(assignments.values()):
-            has[row, layers[layer]] = 1
-        order = has.sum(0).argsort(descending=True, stable=True)
-        axes.imshow(has[:, order].numpy(), aspect="auto", cmap="Greys", interpolation="nearest")
-        axes.set(
-            xlabel=f"{width} neurons, by decreasing number of clients",
-            ylabel=f"client, layer {layer + 1}",
-            yticks=range(len(assignments)),
-            yticklabels=list(assignments),
-        )
-    return figure

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.matching.layer_stack import Layers, LayerStack
 from lightning_fl.errors import FederationError
-from lightning_fl.functional.randomness import (
-    RandomStream,
-    derive_seed,
-    generator,
-    seeded_rng,
-)
+from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
+
+if TYPE_CHECKING:
+    from lightning_fl.aggregators.matching.neuron_matching import NeuronMatching
 
 Shapes = list[tuple[int, int]]
-
-
-class NetworkOptions(Protocol):
-    """Options of a rule on the networks of its clients."""
-
-    widths: Any  # a sequence of integers, or None
-    starts_from: Literal["own", "server"]
-    seed: int | None
-    std: float | None
-    bias_mean: float
-
-    def seed_of(self, seed: int | None) -> int:
-        """Return a seed, or the seed of the run for None."""
 
 
 class ClientNetworks:
@@ -42,7 +27,7 @@ class ClientNetworks:
         rule: The rule, whose options the networks have.
     """
 
-    def __init__(self, chain: LayerStack, rule: NetworkOptions) -> None:
+    def __init__(self, chain: LayerStack, rule: NeuronMatching) -> None:
         self.chain, self.rule = chain, rule
         #: Shapes of the module's layers, and its initial network.
         self.shapes, self.initial = chain.shapes, chain.read()
@@ -74,8 +59,6 @@ class ClientNetworks:
             client: Client index.
             server: Parameter vector of the module.
         """
-        if self.rule.starts_from == "server":
-            return self.network(server.clone(), client)
         key = (self.rule.seed_of(self.rule.seed), RandomStream.NEURONS, client)
         if (std := self.rule.std) is None:
             with seeded_rng(derive_seed(*key)):

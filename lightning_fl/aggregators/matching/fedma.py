@@ -67,9 +67,6 @@ class FedMA(NeuronMatching):
         """Layer to match in this round, from 0 for the lowest."""
         return int(self.round) % len(self.module_chain.layers) if self.server.numel() else 0
 
-    def _first(self, client: int) -> Layers:
-        return self._clients.first(client, self.base)
-
     def _matched(
         self, ids: Sequence[int], nets: Sequence[Layers], options: MatchingOptions
     ) -> MatchedNetwork:

@@ -63,20 +63,12 @@ class LayerStack:
                         " support: use only Conv2d and Linear layers with activations between them,"
                         " and no terms with parameters"
                     )
-        if len(self.layers) < 2 or any(layer.bias is None for layer in self.layers.values()):
+        layers = [*self.layers.values()]
+        are_plain = all(layer.bias is not None and _groups(layer) == 1 for layer in layers)
+        if len(layers) < 2 or not are_plain or isinstance(layers[-1], nn.Conv2d):
             raise FederationError(
-                f"{name} must have two or more layers, each with a bias, for neural matching"
-            )
-        for where, layer in self.layers.items():
-            if isinstance(layer, nn.Conv2d) and layer.groups > 1:
-                raise FederationError(
-                    f"{name}.{where} is a convolution with groups={layer.groups}, which neural"
-                    " matching does not support: use groups=1"
-                )
-        if isinstance(last := [*self.layers.values()][-1], nn.Conv2d):
-            raise FederationError(
-                f"{name} ends with a {type(last).__name__}: for neural matching the last layer"
-                " must be Linear"
+                f"{name} must have two or more layers with biases and without groups, the last of"
+                " them Linear, for neural matching"
             )
 
     def _checked_kernels(self) -> list[tuple[int, ...]]:
@@ -226,6 +218,10 @@ class LayerStack:
             quiet = [(torch.zeros_like(w), torch.zeros_like(b)) for w, b in layers[:-1]]
             with self.holding([*quiet, wide[-1]]):
                 return torch.allclose(self.module(x), wide[-1][1].expand_as(before))
+
+
+def _groups(layer: nn.Module) -> int:
+    return layer.groups if isinstance(layer, nn.Conv2d) else 1
 
 
 def _ends(layer: nn.Linear | nn.Conv2d) -> tuple[int, int]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.aggregators.matching.assignments import (
-    assignment_table,
-    draw_assignments,
-    read_table,
-)
+from lightning_fl.aggregators.matching.assignments import assignment_table, read_table
 from lightning_fl.aggregators.matching.client_networks import ClientNetworks
 from lightning_fl.aggregators.matching.layer_stack import Layers, LayerStack
 from lightning_fl.aggregators.matching.search import candidates, narrowest
@@ -25,10 +21,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.tables import PLACES, with_place
-from lightning_fl.options import check_choice, check_integer, check_number, is_list
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lightning_fl.options import check_integer, check_number, is_list
 
 
 class NeuronMatching(Aggregator):
@@ -55,8 +48,6 @@ class NeuronMatching(Aggregator):
         widths: Hidden widths of the client networks: client ``i`` has ``widths[i % len(widths)]``
             neurons in each hidden layer, at most as many as the module. None uses the widths of the
             module.
-        start: Initial network of a client. ``own`` draws a new network for each client. ``server``
-            uses the network of the module for all clients.
         std: Standard deviation of the initial weights. Initial biases are ``bias_mean``. None uses
             the default initialization of the layers.
         bias_mean: Prior mean of biases.
@@ -86,8 +77,6 @@ class NeuronMatching(Aggregator):
     known: Tensor
     round: Tensor
     chosen: Tensor
-    ids: list[Tensor] | Tensor
-    deltas: list[Tensor] | Tensor
 
     def __init__(
         self,
@@ -95,7 +84,6 @@ class NeuronMatching(Aggregator):
         client_variance: float | None = None,
         prior_variance: float | None = None,
         widths: Sequence[int] | None = None,
-        start: Literal["own", "server"] = "own",
         std: float | None = 0.1,
         bias_mean: float = 0.1,
         sweeps: int = 5,
@@ -112,7 +100,7 @@ class NeuronMatching(Aggregator):
             check_integer(f"widths[{i}]", width, min=1)
         searched = gamma, client_variance, prior_variance
         self.gamma, self.client_variance, self.prior_variance = searched
-        self.widths, self.starts_from = widths, check_choice("start", start, "own", "server")
+        self.widths = widths
         self.std = check_number("std", std, min=0, optional=True)
         self.bias_mean, self.sweeps, self.popularity = bias_mean, sweeps, popularity
         self.cap, self.max_width = cap, max_width
@@ -132,9 +120,9 @@ class NeuronMatching(Aggregator):
     def layer(self) -> int | None:
         """Layer to match in this round, with lower layers frozen; None means all layers."""
 
-    @abstractmethod
     def _first(self, client: int) -> Layers:
         """Return the initial network of a new client."""
+        return self._clients.first(client, self.base)
 
     @abstractmethod
     def _matched(
@@ -158,16 +146,11 @@ class NeuronMatching(Aggregator):
                 f"{name} replaces the module's network, which is not supported if processes share"
                 " the samples of a client: set strategy='client_parallel'"
             )
-        if local := list(federation.local_parameters):
-            raise FederationError(
-                f"{name} replaces the network by one of another width, so no parameter can stay"
-                f" with a client, as {local[0]} does: remove local_parameters, or use FedAvg"
-            )
         exchanged = federation.num_parameters  # None before the layout is known
         if exchanged and exchanged != sum(p.numel() for p in federation.module.parameters()):
             raise FederationError(
-                f"{name} requires the updates of all parameters, but large frozen ones are not"
-                " exchanged: train all parameters"
+                f"{name} replaces the network by one of another width, which needs updates of all"
+                " parameters: remove local_parameters, and train all parameters, or use FedAvg"
             )
         if federation.policy is not None and "contributions" in federation.policy.learns_from:
             raise FederationError(
@@ -195,23 +178,12 @@ class NeuronMatching(Aggregator):
         else:  # a later fit of a module that has the merged network
             self.load_client_network()
         self._clients.check(example())
-        last = [*self.chain.layers.values()][-1]
-        if self.layer is not None and not any(p.requires_grad for p in last.parameters()):
-            raise FederationError(
-                f"{type(self).__name__} trains only the last layer in its last round, and this"
-                " layer is frozen: set requires_grad=True, or use PFNM"
-            )
 
     def _check_classes(self) -> None:
         """Raise an error for a class without samples: its output weights would be undefined."""
         if (counts := self.class_counts) is None:
             return
         classes = self._clients.shapes[-1][0]
-        if counts.shape[1] > classes:
-            raise FederationError(
-                f"labels go up to {counts.shape[1] - 1}, the network has {classes}"
-                " outputs: use one output per class"
-            )
         if absent := (counts.sum(0) == 0).nonzero()[:, 0].tolist():
             raise FederationError(
                 f"no client has a training sample of class {absent[0]}, of {classes}: the weights"
@@ -421,13 +393,3 @@ class NeuronMatching(Aggregator):
     def assignments(self) -> dict[int, list[list[int]]]:
         """Return the atoms of the last round's neurons, by client and hidden layer."""
         return read_table(self.places)
-
-    def metrics(self) -> dict[str, float]:
-        """Return widths, number of client neurons, mean clients per atom, and options."""
-        return self.round_metrics
-
-    def plot(self) -> Figure | None:
-        """Draw the atoms of each client, one panel per hidden layer."""
-        if not (assignments := self.assignments()):
-            return None
-        return draw_assignments(assignments, self.shapes[:-1, 0].tolist())

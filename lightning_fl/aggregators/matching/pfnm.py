@@ -26,18 +26,11 @@ class PFNM(NeuronMatching):
     keep the atoms of their neurons, other clients are assigned greedily, and sweeps follow.
 
     Args:
-        gamma: Concentration :math:`\gamma_0`; larger values give wider networks. None is searched.
-        client_variance: Variance :math:`\sigma^2` of client weights around the atom. None is
-            searched.
-        prior_variance: Variance :math:`\sigma_0^2` of atoms around the prior mean. None is
-            searched.
         restart: Initial network of a client in the next round. ``matched`` uses the atoms of its
             neurons. ``own`` keeps its network unchanged, so that clients receive no model. In a
             stream, class counts are those of the samples of the round, not of all samples that a
             network was trained on.
-        matching_start: Initial assignment in rounds after the first. ``previous`` uses the
-            assignment of the last round, ``greedy`` matches all clients from scratch.
-        options: Other arguments of :class:`NeuronMatching`.
+        options: The arguments of :class:`NeuronMatching`, such as ``gamma``.
 
     Raises:
         FederationError: If an option is out of range; see also :class:`NeuronMatching`.
@@ -50,23 +43,9 @@ class PFNM(NeuronMatching):
 
     layer = None
 
-    def __init__(
-        self,
-        gamma: float | None = None,
-        client_variance: float | None = None,
-        prior_variance: float | None = None,
-        restart: Literal["matched", "own"] = "matched",
-        matching_start: Literal["previous", "greedy"] = "previous",
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            gamma=gamma, client_variance=client_variance, prior_variance=prior_variance, **options
-        )
+    def __init__(self, restart: Literal["matched", "own"] = "matched", **options: Any) -> None:
+        super().__init__(**options)
         self.restart = check_choice("restart", restart, "matched", "own")
-        self.matching_start = check_choice("matching_start", matching_start, "previous", "greedy")
-
-    def _first(self, client: int) -> Layers:
-        return self._clients.first(client, self.base)
 
     def _matched(
         self, ids: Sequence[int], nets: Sequence[Layers], options: MatchingOptions
@@ -82,8 +61,7 @@ class PFNM(NeuronMatching):
 
     def _start(self, ids: Sequence[int]) -> list[list[Tensor | None]] | None:
         """Return the last assignment per hidden layer and client, None for new clients."""
-        goes_on = self.matching_start == "previous" and self.round > 0
-        last = self.assignments() if goes_on else {}
+        last = self.assignments() if self.round > 0 else {}
         if last.keys().isdisjoint(ids):
             return None
         return [

@@ -80,15 +80,10 @@ class StreamingPFNM(NeuronMatching):
     Options are searched in the first step, and kept for later steps.
 
     Args:
-        gamma: Concentration :math:`\gamma_0`; larger values give wider networks. None is searched.
-        client_variance: Variance :math:`\sigma^2` of client weights around the atom. None is
-            searched.
-        prior_variance: Variance :math:`\sigma_0^2` of atoms around the prior mean. None is
-            searched.
         fresh: Number of neurons per hidden layer that start each step at the prior mean. They can
             learn new features.
         noise: Standard deviation of the noise added to all initial weights of a client.
-        options: Other arguments of :class:`NeuronMatching`.
+        options: The arguments of :class:`NeuronMatching`, such as ``gamma``.
 
     Raises:
         FederationError: If an option is out of range; see also :class:`NeuronMatching`.
@@ -104,18 +99,8 @@ class StreamingPFNM(NeuronMatching):
     searches_once = True
     top: Tensor
 
-    def __init__(
-        self,
-        gamma: float | None = None,
-        client_variance: float | None = None,
-        prior_variance: float | None = None,
-        fresh: int = 0,
-        noise: float = 0.01,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            gamma=gamma, client_variance=client_variance, prior_variance=prior_variance, **options
-        )
+    def __init__(self, fresh: int = 0, noise: float = 0.01, **options: Any) -> None:
+        super().__init__(**options)
         self.fresh = check_integer("fresh", fresh, min=0)
         self.noise = check_number("noise", noise, min=0)
 
@@ -160,7 +145,7 @@ class StreamingPFNM(NeuronMatching):
 
     def _first(self, client: int) -> Layers:
         if self.round == 0:
-            return self._clients.first(client, self.base)
+            return super()._first(client)
         key = (self.seed_of(self.seed), RandomStream.POSTERIOR, client, int(self.round))
         random = generator(*key)
         chosen = [
