@@ -69,8 +69,10 @@ def page_of(path):
     assert not {"link", "iframe", "object", "embed", "base", "foreignobject"} & set(page.tags)
     for name, value in page.attributes:
         assert not name.startswith("on")
-        assert name != "src"
-        if name == "href":
+        if name == "src" or (name == "href" and value.startswith("data:")):
+            assert value.startswith("data:image/png;base64,")
+            assert base64.b64decode(value.partition(",")[2].strip()).startswith(b"\x89PNG\r\n")
+        elif name == "href":
             assert value.startswith("#")
     assert "http:" not in text
     assert "https:" not in text
@@ -78,7 +80,7 @@ def page_of(path):
     # The policy allows the one script of the page, which is the package's, and nothing else.
     script = Path(write.__file__).with_name("page.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src"
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"
     assert f"{policy} 'sha256-{digest}'" in text
     assert page.tags.count("script") == 1
     assert f"<script>{script}</script>" in text
