@@ -1,6 +1,7 @@
 """FedBuff and FedAsync against plain programs; the synchronous limit, resuming, refusals."""
 
 import warnings
+from collections import deque
 from functools import partial
 
 import pytest
@@ -272,3 +273,14 @@ def test_buffers_stay_between_those_of_the_server_and_of_the_clients():
 def test_what_cannot_be_right_is_refused_by_name(run, rule, options, message):
     with pytest.raises(FederationError, match=message):
         run(rule(), 3, **options)
+
+
+def test_earlier_models_are_dropped_when_their_last_client_has_arrived(run):
+    """One slow client holds a model; all others are as fast as each other."""
+    rule, slow = FedBuff(), deque()
+    _, loop = run(rule, 2, ClientFaults(speed_sigma=2.0, step_seconds=1.0), rounds=20)
+    for round, count in enumerate(loop.kept):
+        slow.append(loop.options.sampler.flush(round).in_use)
+        assert count == len(slow[-1]) <= 5
+    assert len({v for each in slow for v in each}) > 5  # versions come and go
+    assert rule.versions.tolist() == list(slow[-1])

@@ -344,3 +344,22 @@ def test_a_whole_number_of_noise_goes_on_from_a_checkpoint():
     rule.compute()
     again.set_extra_state(rule.get_extra_state())
     assert again.ledger == [(2.0, 1)]
+
+
+def test_a_norm_that_is_given_anew_counts_in_a_resumed_run(simulate, tmp_path):
+    def run(rounds, norm, path=None):
+        kept = RoundCheckpoint(str(tmp_path))
+        options = {"rounds": rounds, "enable_checkpointing": True, "ckpt_path": path}
+        return simulate(kept, aggregator=DPFedAvg(1.0, norm), **options)[1]
+
+    run(1, 1.0)
+    found = run(2, 0.5, str(tmp_path / "last.ckpt"))
+    assert [row["clip_norm"] for row in found.rows] == [1.0, 0.5]
+
+
+def test_buffers_stay_the_servers(fit, foreign):
+    module = foreign()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    fit(module, FederatedLoop(aggregator=DPFedAvg(), buffers="server"))
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, before[name])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fl.aggregators import FedAvg, Gossip
-from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.contracts.context import Federation
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
@@ -79,3 +79,26 @@ def test_a_graph_is_that_which_is_given_now():
         rule.start(torch.zeros(2))
     after.load_state_dict(before.state_dict())
     assert (after.weights > 0).all()
+
+
+def test_a_resumed_run_has_the_graph_of_its_checkpoint(fit, foreign, data, tmp_path, monkeypatch):
+    """Also where nobody calls seed_everything again."""
+
+    def run(rounds, **options):
+        rule = Gossip("erdos_renyi", probability=0.4)
+        callbacks = [RoundCheckpoint(tmp_path)]
+        loop = FederatedLoop(rule, buffers="average")
+        options |= {"callbacks": callbacks, "enable_checkpointing": True}
+        fit(
+            foreign(optimizer="sgd", batchnorm=False),
+            loop,
+            data(num_clients=7, seed=0),
+            rounds=rounds,
+            **options,
+        )
+        return rule.weights
+
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    before = run(1)
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    assert torch.equal(run(2, ckpt_path=tmp_path / "last.ckpt"), before)

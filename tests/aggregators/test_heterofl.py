@@ -4,18 +4,20 @@ import math
 
 import pytest
 import torch
+from lightning import LightningModule
 from torch import nn
 
 from lightning_fl import ClientModule
-from lightning_fl.aggregators import HeteroFL
+from lightning_fl.aggregators import FedAvg, HeteroFL
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.objectives import Ditto
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 from two_classes import samples
-from written_plainly import Lost, Noted
+from written_plainly import Lost, Noted, vector
 
 RATES = [1, 0.5, 0.25, 0.1]
 #: Each activation maps 0 to 0; weight decay and momentum leave zeros.
@@ -112,6 +114,32 @@ def test_rounds_are_those_of_narrow_networks(fit, net, window, lost):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def test_rates_of_one_are_uniform_fedavg(fit):
+    found = []
+    for rule in (HeteroFL([1.0]), FedAvg("uniform")):
+        made = module(conv)
+        fit(made, FederatedLoop(rule, seed=1, clients_per_round=3), data(), rounds=3)
+        found.append(vector(made))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("net", "widths"), [(linear, (4, 3)), (conv, (3, 3))])
+def test_equal_rates_are_fedavg_of_the_narrow_network(fit, net, widths):
+    whole, narrow = module(net), module(net, *widths)
+    before = [p.detach().clone() for p in whole.parameters()]
+    index = cuts(net, *map(torch.arange, widths))
+    for p, value, i in zip(narrow.parameters(), before, index, strict=True):
+        p.data = value[i].clone()
+    for made, rule in ((whole, HeteroFL([0.5])), (narrow, FedAvg("uniform"))):
+        fit(made, FederatedLoop(rule, seed=1, clients_per_round=3), data(), rounds=3)
+    parameters = zip(whole.parameters(), narrow.parameters(), before, index, strict=True)
+    for found, expected, first, i in parameters:
+        torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)
+        rest = torch.ones_like(first, dtype=torch.bool)
+        rest[i] = False
+        assert torch.equal(found[rest], first[rest])
+
+
 def test_rates_go_around_or_are_drawn_by_the_seed(fit):
     def levels(seed=1, **options):
         loop = FederatedLoop(HeteroFL([1, 0.5], **options), seed=seed)
@@ -154,6 +182,44 @@ def stacked(*middle):
     return nn.Sequential(nn.Linear(4, 6), *middle, nn.Linear(6, 2))
 
 
+class Forward(nn.Module):
+    """Layers whose order or use is in forward."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        self.run = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def reversed_order():
+    return Forward(
+        lambda net, x: net.c(net.a(net.b(x).relu()).relu()),
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 4),
+        c=nn.Linear(4, 2),
+    )
+
+
+def skips():
+    return Forward(
+        lambda net, x: net.c(net.b(net.a(x).relu()).relu()) + net.a(x)[:, 2:],
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 4),
+        c=nn.Linear(4, 2),
+    )
+
+
+def recurrent():
+    def run(net, x):
+        return net.last(net.lstm(x[:, None])[0][:, 0])
+
+    return Forward(run, lstm=nn.LSTM(4, 6), last=nn.Linear(6, 2))
+
+
 def frozen():
     net = stacked()
     net[0].bias.requires_grad_(False)
@@ -166,18 +232,57 @@ def frozen():
         (lambda: stacked(nn.BatchNorm1d(6)), "buffers .*track_running_stats=False"),
         (lambda: stacked(nn.Sigmoid()), "units are 0 without weights"),
         (lambda: stacked(nn.LayerNorm(6)), "act on others through weights only"),
+        (lambda: stacked(nn.LayerNorm(6, elementwise_affine=False)), "through weights only"),
         (lambda: stacked(nn.GroupNorm(2, 6)), "normalization per channel"),
+        (lambda: stacked(nn.Softmax(1)), "through weights only"),
+        (reversed_order, "the order of their definition"),
+        (skips, "through weights only"),
         (frozen, "0.bias is frozen or stays with the clients"),
         (
             lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), stacked()),
             "0.weight",
         ),
+        (recurrent, r"lstm.weight_ih_l0, \[24, 4\]"),
     ],
 )
 def test_networks_that_are_no_stack_are_refused(fit, make, words):
     made = ClientModule(make()).double()
     with pytest.raises(FederationError, match=words):
         fit(made, FederatedLoop(HeteroFL([0.5, 0.6]), seed=1), data(), rounds=1)
+
+
+def test_normalization_of_groups_that_are_held_as_a_whole_is_no_harm(fit):
+    made = ClientModule(stacked(nn.GroupNorm(2, 6))).double()
+    fit(made, FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
+    with pytest.raises(FederationError, match="through weights only"):
+        fit(made, FederatedLoop(HeteroFL([0.5], window="rolling"), seed=1), data(), rounds=1)
+
+
+class WithoutForward(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = linear()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_module_without_forward_is_refused(fit):
+    with pytest.raises(FederationError, match="implement forward in WithoutForward"):
+        fit(WithoutForward().double(), FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
+
+
+def test_a_second_model_of_the_client_is_refused(fit):
+    made = module(linear, terms=[Ditto(0.1)])
+    with pytest.raises(FederationError, match="stays with the clients"):
+        fit(made, FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
 
 
 @pytest.mark.parametrize(
@@ -191,3 +296,9 @@ def test_clients_of_a_rolling_window_keep_nothing(fit, options):
             continue
         with pytest.raises(FederationError, match="moves the units of a client"):
             fit(module(linear), loop, data(), rounds=1)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.5, math.nan])
+def test_a_rate_out_of_range_is_refused(rate):
+    with pytest.raises(FederationError, match=f"each of rates .*, got {rate}"):
+        HeteroFL([0.5, rate])

@@ -376,3 +376,31 @@ def test_a_stop_in_a_round_leaves_the_network_of_before(fit, data, trainer):
     for (w, b), layer in zip(rule.network(), LayerStack(made).layers.values(), strict=True):
         assert torch.equal(layer.weight, w)
         assert torch.equal(layer.bias, b)
+
+
+def test_a_round_without_anybody_has_no_figures_of_another(fit, data, tmp_path):
+    def run(rounds, folder, **options):
+        made = module()
+        loop = FederatedLoop(aggregator=PFNM(**ALL, seed=1), policy=Schedule(num_steps=2), seed=2)
+        step = made.training_step
+
+        def poisoned(batch, batch_idx):
+            return step(batch, batch_idx) * (torch.nan if loop.round == 2 else 1.0)
+
+        made.training_step = poisoned
+        options |= {"callbacks": [RoundCheckpoint(str(folder))], "enable_checkpointing": True}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(made, loop, data(), rounds=rounds, **options)
+        return loop.rows
+
+    whole = run(4, tmp_path / "whole")
+    assert [("width_1" in row and row["width_1"] != "") for row in whole] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    run(2, tmp_path / "parts")
+    parts = run(4, tmp_path / "parts", ckpt_path=str(tmp_path / "parts" / "last.ckpt"))
+    assert str(parts) == str(whole)  # as text: a loss is NaN

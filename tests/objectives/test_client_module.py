@@ -319,3 +319,22 @@ def test_weights_of_samples_make_a_weighted_mean(module, blobs):
     losses = cross_entropy(*own(made), x, y)[0]
     expected = losses[0] / 2 + losses[1] / 4 + losses[2] / 4
     torch.testing.assert_close(made.training_step((x, y), 0).detach(), expected)
+
+
+class Regression(ClientModule):
+    """Another task: the loss is another function of the same batch."""
+
+    def federated_losses(self, batch, outputs=None):
+        x, y = batch
+        return (self(x) if outputs is None else outputs).sub(y[:, None]).square().mean(1)
+
+
+def test_another_loss_is_used_in_training_and_in_validation(fit, module, blobs):
+    made = module(Regression)
+    start, train = own(made), blobs()
+    data = FederatedDataModule(train, train, num_clients=2, batch_size=None)
+    loop = fit(made, FederatedLoop(policy=Schedule(lr=1e-9, num_steps=1)), data, rounds=1)
+    x, y = train.tensors
+    expected = (x @ start[0].T + start[1] - y[:, None]).square().mean()
+    for name in ("train_loss", "val_loss"):
+        assert loop.rows[0][name] == pytest.approx(float(expected), rel=1e-5)

@@ -699,3 +699,34 @@ def test_compiled_vectorized_training_changes_nothing(federation, flat, recwarn,
     for client in range(4):
         one, other = loop.store.get(client), expected.store.get(client)
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+class Functional(nn.Module):
+    """Writes its non-linearities and its pooling as functions, and has a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 3, 5), nn.Linear(48, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x = torch.sigmoid(F.max_pool2d(self.conv(x * self.scale), 2))
+        return self.head(F.leaky_relu(x, 0.3).flatten(1))
+
+
+def test_functions_and_parameters_of_the_net_itself_are_seen():
+    x = images()
+    module, fixed = matched(Functional, x)
+    outputs, trace = module.recorder(x)
+    torch.testing.assert_close(outputs, module.net(x))
+    assert [tuple(a.shape[1:]) for a in trace.activations] == [
+        (2, 12, 12),
+        (3, 4, 4),
+        (3, 4, 4),
+        (3,),
+    ]
+    slope = module.recorder.points[2].nonlinearity(torch.tensor(-1.0))
+    assert slope.item() == pytest.approx(-0.3)
+    other = module.recorder.fixed({**fixed, "net.scale": torch.full((1,), 2.0).double()}, x)
+    assert not torch.allclose(other.activations[1], module.recorder.fixed(fixed, x).activations[1])
+    assert module.net.scale.item() == 1
