@@ -17,48 +17,15 @@ from pathlib import Path
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 
-from federations import (
-    LONG,
-    MOMENTUM,
-    ROWS,
-    Foreign,
-    Learner,
-    Scheduled,
-    Uneven,
-    module,
-    row,
-    samples,
-)
+from federations import LONG, MOMENTUM, ROWS, Foreign, Uneven, row, samples
 from lightning_fl import ClientParallelStrategy, VectorizedClients
-from lightning_fl.aggregators import (
-    ClusteredFL,
-    CoordinateMedian,
-    FedAdam,
-    FedAvg,
-    FedControl,
-    GeometricMedian,
-    Gossip,
-    QFedAvg,
-    Scaffold,
-    Staged,
-)
+from lightning_fl.aggregators import CoordinateMedian, FedAdam, GeometricMedian
 from lightning_fl.callbacks import RoundCheckpoint, RunReport
 from lightning_fl.callbacks.report import client_accuracies
-from lightning_fl.objectives import APFL, Proximal, RepresentationMatching
-from lightning_fl.partition import IID
-from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
+from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
 from lightning_fl.samplers import ClientSampler
-
-
-class Measured(Foreign):
-    """It tells the loss of each sample, for rules that want to know."""
-
-    def federated_losses(self, batch):
-        x, y = batch
-        return F.cross_entropy(self.net(x), y, reduction="none")
 
 
 class Logging(Foreign):
@@ -170,15 +137,12 @@ KEPT = "BatchNorm, kept"
 #: Rows of the table whose logged metrics act on later rounds.
 ACTS = "BatchNorm, a policy that learns", "plateau, EarlyStopping"
 #: Of the table: what two processes of ``test_federations.py`` do not show.
-TABLE = ("FedAvg, Proximal, uneven steps", KEPT, *ACTS, "two optimizers, kept")
+TABLE = (KEPT, *ACTS)
 ONE = {"clients_per_round": lambda: 1}
 drop_last = partial(samples, drop_last=True)
 #: Functions that make federations: rows of the table, and what is about processes.
 CASES = {name: partial(ROWS[name], None) for name in TABLE} | {
-    "a client for two processes": of(partial(Foreign, metric=False), **ONE),
     "one client, median": of(aggregator=CoordinateMedian, **ONE),
-    "one client, losses": of(aggregator=FedControl, **ONE),
-    "one client, extremes": of(aggregator=QFedAvg, **ONE),
     "lost clients": of(aggregator=GeometricMedian, policy=Uneven, callbacks=lambda: [Lose()]),
     "started by hooks": of(
         Late,
@@ -192,46 +156,6 @@ CASES = {name: partial(ROWS[name], None) for name in TABLE} | {
     "vectorized": vectorized(of(policy=Uneven), fixed_groups=False),
     "vectorized, fixed groups": vectorized(of(aggregator=FedAdam, policy=Uneven)),
     "vectorized, augmented": vectorized(partial(ROWS["Digits, augmented"], None)),
-}
-#: The same for processes that share the samples of a client's batches.
-SHARED = {
-    "uneven": of(lambda: module(Proximal(0.1)), partial(samples, batch_size=8), policy=Uneven),
-    "matching": of(lambda: module(RepresentationMatching(0.1))),
-    "second model": of(lambda: module(APFL(0.9)), policy=Uneven),
-    "gossip": of(aggregator=lambda: Gossip("ring")),
-    "clusters": of(
-        aggregator=lambda: Staged([1], [FedAvg(), ClusteredFL(eps1=9.0, eps2=0.0, warmup=1)])
-    ),
-    "foreign": of(partial(Foreign, dropout=0.0), partial(samples, batch_size=5)),
-    "contributions": of(
-        policy=lambda: PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)
-    ),
-    "losses": of(aggregator=FedControl),
-    "control variates": of(
-        aggregator=lambda: Staged([2], [Scaffold("I"), Scaffold("II")]),
-    ),
-    "batchnorm": of(
-        lambda: Measured(batchnorm=True, dropout=0.0, optimizer=MOMENTUM),
-        # Two samples of every batch for each of three processes: BatchNorm cannot train on one.
-        partial(samples, drop_last=True, partition=IID(), batch_size=8),
-        aggregator=FedControl,
-        policy=Learner,
-        buffers=lambda: "local",
-    ),
-    "augmented": partial(ROWS["Digits, augmented"], None),
-    "schedule": of(Scheduled, partial(samples, batch_size=5)),
-    "partly local": of(
-        lambda: Foreign(dropout=0.0, optimizer=MOMENTUM),
-        partial(samples, batch_size=6),
-        local_parameters=lambda: ["net.4.*"],
-        policy=lambda: Schedule(num_steps=4, phases=[Phase("local", num_steps=2), Phase("shared")]),
-    ),
-    "kept": of(
-        lambda: Foreign(dropout=0.0, optimizer=MOMENTUM),
-        partial(samples, batch_size=None),
-        optimizer_state=lambda: "keep",
-        clients_per_round=lambda: 4,
-    ),
 }
 
 
@@ -247,7 +171,7 @@ def fit(
 ):
     """Train a case; return its parameters and its table."""
     L.seed_everything(1, verbose=False)
-    run = (SHARED if strategy == "ddp" else CASES)[case]()
+    run = CASES[case]()
     watch = Watch()
     options = {"accelerator": "cpu", "precision": precision} | run.trainer
     trainer = L.Trainer(
@@ -263,13 +187,11 @@ def fit(
         **options,
     )
     trainer.fit(run.module, datamodule=run.data, ckpt_path=ckpt_path)
-    # Before a test, for which DDP sends what process 0 has to all.
     is_wrapped = isinstance(run.module, VectorizedClients)
     user = run.module.module if is_wrapped else run.module
-    state = {name: t.clone() for name, t in user.state_dict().items()}
     tested = trainer.test(run.module, datamodule=run.data, verbose=False) if not callbacks else []
     return {
-        "state": state,
+        "state": user.state_dict(),
         "rows": run.loop.rows,
         "store": dict(run.loop.store.rows),
         "test": tested,
@@ -298,19 +220,15 @@ def train(devices, out, cases):
         save({case: fit(case, devices, folder) for case in cases}, out, devices)
 
 
-def train_all(devices, out, cases, shared):
-    """Train cases and those that share samples; with ``KEPT``, resume and have float32."""
+def train_all(devices, out, cases):
+    """Train cases, in float32, and interrupted."""
     quiet()
     with tempfile.TemporaryDirectory() as folder:
         found = {case: fit(case, devices, folder) for case in cases}
-        if KEPT in cases:
-            place = Path(out) / f"resumed.{devices}"
-            fit(KEPT, devices, place, rounds=2, callbacks=[L.Callback()])
-            found["resumed"] = fit(KEPT, devices, folder, ckpt_path=str(place / "last.ckpt"))
-            uneven = "FedAvg, Proximal, uneven steps"
-            found["float32"] = fit(uneven, devices, folder, precision="32-true")
-        for case in shared:
-            found[f"ddp, {case}"] = fit(case, devices, folder, strategy="ddp")
+        found["float32"] = fit("vectorized, fixed groups", devices, folder, precision="32-true")
+        place = Path(out) / f"resumed.{devices}"
+        fit(KEPT, devices, place, rounds=2, callbacks=[L.Callback()])
+        found["resumed"] = fit(KEPT, devices, folder, ckpt_path=str(place / "last.ckpt"))
     save(found, out, devices)
 
 

@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ from lightning_fl.contracts.data import FederatedData
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.federation.measures import evaluating
-from lightning_fl.federation.processes import Processes
 from lightning_fl.federation.results import is_finite
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.files import short_repr
@@ -39,6 +37,7 @@ from lightning_fl.objectives import DPSGD, ClientModule
 from lightning_fl.runners import flat
 from lightning_fl.runners.optimizer import evaluates_often, optimizers_in, params_of
 from lightning_fl.runners.spectral_norm import spectral_norms
+from lightning_fl.strategies import ClientParallelStrategy
 
 #: Unsupported callbacks: the reason, and an alternative if there is one.
 #:
@@ -88,16 +87,10 @@ def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> Fe
 def check_trainer(trainer: Trainer, vectorized: bool) -> None:
     """Check the strategy, the precision, the callbacks and the options of the Trainer."""
     strategy = type(trainer.strategy).__name__
-    if trainer.world_size != 1 and not isinstance(trainer.strategy, DDPStrategy):
+    if trainer.world_size != 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
         raise FederationError(
-            f"{strategy} is not supported with several processes: set strategy='client_parallel'"
-            " (each process trains different clients) or 'ddp' (all processes train the same"
-            " client on parts of its batches)"
-        )
-    if vectorized and Processes(trainer).share_samples:
-        raise FederationError(
-            f"{strategy} splits the samples of one client over processes, which is not supported"
-            " with VectorizedClients: set strategy='client_parallel', or remove VectorizedClients"
+            f"{strategy} is not supported with several processes: set strategy='client_parallel',"
+            " with which each process trains different clients"
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise FederationError(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_fl.errors import FederationError
 
@@ -98,10 +96,6 @@ def describe_losses(
     return f"round {round}: dropped {len(dropped)} of {sampled} client updates: {listed}"
 
 
-#: Number of rounds in a row without a usable update that gives a warning.
-STREAK = 5
-
-
 def is_unusable(row: Mapping[str, Any]) -> bool:
     """Return whether a round had no usable update, from its row of the table of rounds.
 
@@ -113,17 +107,14 @@ def is_unusable(row: Mapping[str, Any]) -> bool:
 
 
 class DropWarnings:
-    """Warn at the first round with dropped updates, and summarize the fit at its end.
+    """Warn at the first round with dropped updates, and at the first that kept the model.
 
     Args:
-        rows: Rows of the table of rounds, to which the rounds of the fit are added.
         names: Names of all clients, if they have names.
     """
 
-    def __init__(
-        self, rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None
-    ) -> None:
-        self._rows, self._first, self._names = rows, len(rows), names
+    def __init__(self, names: Sequence[str] | None = None) -> None:
+        self._names = names
         #: Kinds of warnings that were given.
         self.given = set[str]()
 
@@ -140,7 +131,7 @@ class DropWarnings:
         kept_by: str | None,
         cause: str = "",
     ) -> None:
-        """Record an aggregated round, before its row is added to the table.
+        """Warn of an aggregated round, once per fit.
 
         Args:
             round: Number of the round, from 1.
@@ -150,7 +141,7 @@ class DropWarnings:
                 global model is unchanged; None if the model was updated.
             cause: Sentences on an update with non-finite values.
         """
-        later = "Later rounds are summarized at the end of the fit"
+        later = "Later rounds are in the table of rounds"
         if dropped:
             text = describe_losses(round, len(cohort), dropped, self._names)
             self._warn("dropped", f"{text}. {cause}{later}")
@@ -158,96 +149,20 @@ class DropWarnings:
             returned = f"{len(cohort) - len(dropped)} of {len(cohort)} clients returned"
             text = f"{returned}, too few for {kept_by}: the global model is kept. {later}"
             self._warn("kept", f"round {round}: {text}")
-        row = {"kept": kept_by is not None, "dropped": len(dropped), "clients": len(cohort)}
-        last = [*self._rows[1 - STREAK :], row]
-        if len(last) == STREAK and all(map(is_unusable, last)):
-            self._warn(
-                "streak",
-                f"no update was usable in {STREAK} rounds in a row, so the model does not learn:"
-                " see the first warning for the cause",
-            )
-
-    def summarize(self) -> None:
-        """Warn with a summary of the fit if more than one round had dropped updates."""
-        rows, self._first = self._rows[self._first :], len(self._rows)
-        dropped, sampled = (sum(row[name] for row in rows) for name in ("dropped", "clients"))
-        if (lost := sum(row["dropped"] > 0 for row in rows)) > 1:
-            rank_zero_warn(
-                f"dropped {dropped} of {sampled} client updates in {lost} of {len(rows)} rounds"
-                f" ({describe_causes(rows)}): dropped_clients in the table of rounds names them"
-            )
-        if (kept := sum("kept" in row for row in rows)) > 1:
-            rank_zero_warn(
-                f"the global model was kept in {kept} of {len(rows)} rounds, in which too few"
-                " clients returned"
-            )
 
 
-def loss_parts(outputs: Any) -> dict[str, Tensor]:
-    """Return the loss of a local step and the terms that it contains, by name.
+def describe_non_finite(tensors: Mapping[str, Tensor], loss: Tensor) -> str:
+    """Return a sentence on an update with non-finite values: where, and what its loss was.
 
     Args:
-        outputs: Output of ``training_step``, as Lightning passes it to hooks; may be empty.
-    """
-    parts = {"loss": outputs["loss"]} if outputs else {}
-    if parts and "terms" in outputs:
-        parts |= {"task_loss": outputs["task_loss"], **outputs["terms"]}
-    return {name: torch.as_tensor(part).detach() for name, part in parts.items()}
-
-
-def describe_non_finite(
-    client: int,
-    tensors: Mapping[str, Tensor],
-    steps: Sequence[Mapping[str, Tensor]],
-    batches: Iterable[Any] | None,
-) -> str:
-    r"""Return sentences on an update with non-finite values: where they are, and where they began.
-
-    Args:
-        client: Id of the client.
         tensors: What the client sends or keeps, by name.
-        steps: The loss and its terms in the local steps of the client, as far as they are known.
-        batches: Training samples of the client; None if they cannot be read again.
+        loss: Its loss in the first local step.
 
     Example:
-        >>> infinite, finite = torch.tensor(torch.inf), torch.tensor(5.0)
-        >>> steps = [{"loss": finite}, {"loss": infinite}]
-        >>> text = describe_non_finite(3, {"w": infinite}, steps, [finite])
-        >>> print(text.replace(". ", "\n"), end="")
-        Non-finite values are in w
-        The loss of client 3 is not finite from local step 2 on (5 in local step 1)
-        Its training samples are finite
+        >>> import torch
+        >>> describe_non_finite({"w": torch.tensor(torch.nan)}, torch.tensor(5.0))
+        'Non-finite values are in w; the loss was 5 in the first local step. '
     """
     names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    text = f"Non-finite values are in {', '.join(names[:3])}{', ...' * (len(names) > 3)}. "
-    if not steps:
-        return text
-    at = next((i for i, step in enumerate(steps) if not step["loss"].isfinite()), len(steps))
-    before = max(at - 1, 0)
-    size = {name: float(part.abs().nan_to_num(torch.inf)) for name, part in steps[before].items()}
-    most = f", most of it {max(list(size)[1:], key=size.__getitem__)}" if len(size) > 1 else ""
-    known = f"{float(steps[before]['loss']):.3g} in local step {before + 1}{most}"
-    loss = f"was {known}"
-    if at < len(steps):
-        loss = f"is not finite from local step {at + 1} on ({known})"
-    text += f"The loss of client {client} {loss}. "
-    if batches is None:
-        return text
-    samples = (part for batch in batches for part in tree_leaves(batch) if isinstance(part, Tensor))
-    are = "are" if all(part.isfinite().all() for part in samples) else "are not all"
-    return f"{text}Its training samples {are} finite. "
-
-
-def describe_causes(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the number of dropped updates per cause, in words.
-
-    Args:
-        rows: Rows of the table of rounds.
-
-    Example:
-        >>> describe_causes([{"dropped": 3, "late": 2, "low_battery": 1}])
-        'too late: 2, other causes: 1'
-    """
-    counts = {words: sum(row.get(cause, 0) for row in rows) for cause, words in CAUSES.items()}
-    counts["other causes"] = sum(row["dropped"] for row in rows) - sum(counts.values())
-    return ", ".join(f"{words}: {count}" for words, count in counts.items() if count)
+    listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+    return f"Non-finite values are in {listed}; the loss was {loss:.3g} in the first local step. "

@@ -190,7 +190,6 @@ class PreparedFit:
             n,
             Cohort(size, n, how_drawn(options.sampler)),
             seed=self.progress.seed,
-            shares_samples=self.processes.share_samples,
             num_samples=planner.num_samples,
             module=user,
             trainer=self.trainer,
@@ -296,7 +295,7 @@ class Fit:
         self.has_begun = False
         #: Traffic of the current or last round, which sets it.
         self.traffic: Traffic
-        self.warnings = DropWarnings(self.progress.table.rows, self.data.client_names)
+        self.warnings = DropWarnings(self.data.client_names)
         self.validation = Validation(self.trainer, self.data, self.options, self.processes)
         undo.callback(self.validation.close)
 

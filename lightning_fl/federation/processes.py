@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError
@@ -18,7 +18,7 @@ from lightning_fl.strategies import ClientParallelStrategy, gathered
 
 
 class Processes:
-    """Processes that train different clients, or the same client on different samples.
+    """Processes that train different clients (``client_parallel``).
 
     Args:
         trainer: The Trainer of the fit.
@@ -28,10 +28,8 @@ class Processes:
         self.rank, self.count = trainer.global_rank, trainer.world_size
         strategy = trainer.strategy
         self._strategy = strategy if isinstance(strategy, ClientParallelStrategy) else None
-        #: Whether processes train different clients (``client_parallel``).
+        #: Whether the strategy distributes clients, also if there is a single process.
         self.share_clients = self._strategy is not None
-        #: Whether processes train the same client on different samples (``ddp``).
-        self.share_samples = self.count > 1 and not self.share_clients
 
     def check_same(self, what: str, value: str) -> None:
         """Check that a value is the same on all processes. Must be called on all processes.
@@ -61,30 +59,6 @@ class Processes:
         """Return the plan of a round for this process."""
         return replace(plan, rank=self.rank, world_size=self.count) if self.share_clients else plan
 
-    def _share(self, num_samples: int) -> float:
-        """Return the fraction of the samples of a batch on this process."""
-        return len(range(self.rank, num_samples, self.count)) / num_samples
-
-    def scale(self, num_samples: int) -> float:
-        r"""Return the factor by which the mean loss of this process is scaled.
-
-        DDP averages the gradients of :math:`W` processes. The gradient of a process with
-        :math:`n_r` of the :math:`n` samples of a batch is scaled by :math:`W n_r / n`.
-
-        Args:
-            num_samples: Number of samples of the whole batch, :math:`n`.
-        """
-        return self._share(num_samples) * self.count if self.share_samples else 1.0
-
-    def mean(self, losses: Tensor, num_samples: int) -> Tensor:
-        """Return the mean losses of the whole batch.
-
-        Args:
-            losses: Mean losses on the samples of this process.
-            num_samples: Number of samples of the whole batch.
-        """
-        return self.sum(losses * self._share(num_samples)) if self.share_samples else losses
-
     def gather(self, value: Any) -> list[Any]:
         """Return the distinct values of all processes. Must be called on all processes.
 
@@ -92,7 +66,7 @@ class Processes:
             value: Results of the clients of this process.
 
         Returns:
-            One value per process, or a single value if it is the same on all processes.
+            One value per process; this one alone if there is no ``client_parallel``.
         """
         return gathered(value) if self.share_clients else [value]
 
@@ -103,10 +77,6 @@ class Processes:
         total = tensor.clone()
         torch.distributed.all_reduce(total)
         return total
-
-    def same(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of process 0 if processes train the same client."""
-        return _of_first(tensor) if self.share_samples else tensor
 
     def same_start(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors of process 0 to all processes. Must be called on all processes.
@@ -137,15 +107,6 @@ class Processes:
                 " write to buffers in training_step only"
             )
         self.same_start(buffers[name] for name in names)
-
-    def same_model(self, module: nn.Module) -> None:
-        """Copy the model of process 0 to all processes that train the same client.
-
-        Otherwise running statistics, which depend on the samples of a process, and rounding could
-        differ.
-        """
-        if self.share_samples:
-            self.same_start((*module.parameters(), *module.buffers()))
 
 
 def _of_first(tensor: Tensor) -> Tensor:

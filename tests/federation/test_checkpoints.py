@@ -216,8 +216,8 @@ CHANGES = {
     "outside": (others_files("/runs/../a.ckpt"), "is not where a checkpoint of this run may be"),
     "config": (others_files("/runs/a.yaml"), "is not where a checkpoint of this run may be"),
     "callback": (
-        lambda t, s, path: t["callbacks"].update(ClientFaults={"virtual_time": 0.5}),
-        "cannot be loaded: 'happened' is missing",
+        lambda t, s, path: t["callbacks"].update(ClientFaults={"time": 0.5}),
+        "cannot be loaded: 'virtual_time' is missing",
     ),
     "optimizer": (lambda t, s, path: t.pop("optimizer_states"), "'optimizer_states' is missing"),
     "name": (lambda t, s, path: s["store"][0].update(name="x"), "client 0 keeps 'x' of shape"),
