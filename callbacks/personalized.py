@@ -14,7 +14,6 @@ from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.callbacks.client_table import KINDS, summary, write_table
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.errors import FederationError, first_line
-from lightning_fl.extras import imported
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_integer, check_number
@@ -57,8 +56,7 @@ class PersonalizedEvaluation(Callback):
     standard deviation and variance over clients (fairness), and the mean over the worst decile of
     clients, as ``personal/mean``, ``personal/weighted``, ``personal/std``, ``personal/variance``
     and ``personal/worst``; ``personal/hurt`` is the share of clients with a lower score after
-    fine-tuning than before it. A table of clients and a figure are written beside the table of
-    rounds.
+    fine-tuning than before it. A table of clients is written beside the table of rounds.
 
     Clients that never train, ``FederatedDataModule(unseen_clients=...)``, are evaluated in the same
     way (Wu et al., 2022). Their figures are ``unseen_server/mean``, ``unseen_personal/hurt`` and so
@@ -83,13 +81,12 @@ class PersonalizedEvaluation(Callback):
         metric: Function of module and batch that returns one score per sample, higher is better;
             None is accuracy, for batches ``(x, y)`` and a module whose ``forward`` returns one
             score per class.
-        name: Name of the files, without ``.csv`` and ``.png``.
+        name: Name of the table, without ``.csv``.
 
     Raises:
-        FederationError: If an option is out of range, or matplotlib is not installed (extra
-            ``report``). At the start of a fit, if there is no :class:`FederatedLoop`, there are no
-            local test samples, the metric does not return one score per sample, or a module that
-            optimizes manually is to be trained.
+        FederationError: If an option is out of range. At the start of a fit, if there is no
+            :class:`FederatedLoop`, there are no local test samples, the metric does not return one
+            score per sample, or a module that optimizes manually is to be trained.
     """
 
     def __init__(
@@ -101,7 +98,6 @@ class PersonalizedEvaluation(Callback):
         metric: Callable[[LightningModule, Any], Tensor] | None = None,
         name: str = "clients",
     ) -> None:
-        imported("matplotlib", "PersonalizedEvaluation", "report")
         self.steps = check_integer("steps", steps, min=0)
         self.local_steps = check_integer("local_steps", local_steps, min=0)
         self.lr = check_number("lr", lr, above=0, optional=True)
@@ -208,7 +204,7 @@ class PersonalizedEvaluation(Callback):
         # Called on all processes: Lightning broadcasts the log folder from the first one.
         if (path := self._loop.table_path(trainer)) is not None:
             names = trainer.datamodule.client_names  # type: ignore[attr-defined]
-            write_table(path.parent / self.name, self.rows, names)
+            write_table(path.with_name(f"{self.name}.csv"), self.rows, names)
         return {
             f"{prefix}{kind}/{figure}": value
             for prefix in ("", "unseen_")

@@ -76,4 +76,5 @@ def _run(environment, output, function, arguments):
     # Not those of pytest, which captures what tests print and makes warnings errors.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
     warnings.resetwarnings()
+    warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)
     function(*arguments)

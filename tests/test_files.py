@@ -53,31 +53,19 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_has_one_run_and_the_message_names_it(tmp_path, other):
+def test_a_folder_has_one_run(tmp_path, other):
     kept = []
     process = other(lambda ready: (kept.append(FolderLock(tmp_path)), ready()))
-    with pytest.raises(FederationError, match=f"{tmp_path} is in use .*process {process.pid} on"):
+    with pytest.raises(FederationError, match=f"{tmp_path} is in use by another run"):
         FolderLock(tmp_path)
     process.kill()
     lock = FolderLock(tmp_path)  # at once
-    with pytest.raises(FederationError, match=f"process {os.getpid()} on"):
+    with pytest.raises(FederationError, match="is in use"):
         FolderLock(tmp_path)
     lock.release()
     assert names(tmp_path) == []
     FolderLock(tmp_path / "a").release()
     assert names(tmp_path) == []  # no empty folder
-
-
-@pytest.mark.parametrize("is_link", [True, False])
-def test_a_lock_that_is_a_link_or_a_folder_is_refused(tmp_path, is_link):
-    (tmp_path / "file").write_text("of the user")
-    if is_link:
-        (tmp_path / ".lock").symlink_to(tmp_path / "file")
-    else:
-        (tmp_path / ".lock").mkdir()
-    with pytest.raises(FederationError, match=r"\.lock cannot be opened \(.*\): remove it"):
-        FolderLock(tmp_path)
-    assert (tmp_path / "file").read_text() == "of the user"
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1+1", "-1+1", "@a", "\t=1", "-cmd|x", "=A1"])

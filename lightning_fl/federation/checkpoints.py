@@ -163,7 +163,6 @@ class Resume:
         self.progress.table.complete(metrics)
         self.progress.monitored = fit.schedulers.monitored(metrics)
         self.note(fit)
-        self._store.release()
 
     # --- a checkpoint -----------------------------------------------------------------------------
 

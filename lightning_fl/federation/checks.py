@@ -25,13 +25,8 @@ from torch import Tensor, nn
 from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.data import FederatedData
-from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.errors import FederationError, check_package
-from lightning_fl.federation.measures import evaluating
-from lightning_fl.federation.results import is_finite
 from lightning_fl.federation.run_options import RunOptions
-from lightning_fl.files import short_repr
-from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import replaced
 from lightning_fl.objectives import DPSGD, ClientModule
 from lightning_fl.runners import flat
@@ -165,7 +160,7 @@ def checked_optimizers(module: LightningModule) -> AbstractContextManager[None]:
 
 
 def check_dense(module: LightningModule) -> None:
-    """Check that the tensors of a module are dense and have a shape."""
+    """Check that the tensors of a module are dense and have a shape; others are not exchanged."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
             raise FederationError(
@@ -206,20 +201,6 @@ def check_phases_of_terms(module: LightningModule, is_trained: Callable[[str], b
             )
 
 
-def check_finite(name: str, layout: VectorLayout, vector: Tensor) -> None:
-    """Check that the initial parameters of a module are finite; otherwise no update is usable."""
-    parameters = vector[None, : layout.num_parameters]
-    if is_finite(parameters, {}).all():
-        return
-    parts = layout.split(parameters).items()
-    wrong = next(name for name, part in parts if not part.isfinite().all())
-    raise FederationError(
-        f"the parameter {wrong} of {name} has values that are not finite, so that no update of a"
-        " client would be usable: initialize it. Register a constant with infinities, such as an"
-        " attention mask, as a buffer (register_buffer)"
-    )
-
-
 def warn_of_averaged_buffers(
     module: nn.Module, shared: Mapping[str, Tensor], before: Tensor
 ) -> None:
@@ -249,41 +230,7 @@ def warn_of_averaged_buffers(
         )
 
 
-# --- the module and the data, or the rules --------------------------------------------------------
-
-
-def check_network(trainer: Trainer, module: LightningModule, data: FederatedData) -> None:
-    """Check that the network of a ``ClientModule`` fits the shape and the labels of the samples."""
-    if not isinstance(module, ClientModule) or (example := data.example()) is None:
-        return
-    x, *_ = trainer.precision_plugin.convert_input(example)
-    if not isinstance(x, Tensor):
-        raise FederationError(
-            "ClientModule trains on samples (x, y) of tensors, but a batch of two samples is"
-            f" {short_repr(example)}: convert them in the data set or in collate_fn"
-        )
-    with evaluating(module), torch.no_grad(), seeded_rng(0, module.device):
-        try:
-            scores = module(x.to(module.device))
-        except RuntimeError as error:
-            if not any(word in str(error) for word in ("shape", "size", "channels")):
-                return  # unrelated to shapes: the run's precision is not in effect yet
-            raise FederationError(
-                f"{type(module.net).__name__} does not accept samples of shape"
-                f" {list(x.shape[1:])}: choose another network or other sizes. Original error:"
-                f" {error}"
-            ) from error
-    labels = data.class_labels
-    is_own = type(module).federated_losses is not ClientModule.federated_losses
-    if is_own or labels is None or labels.is_floating_point():
-        return
-    if not isinstance(scores, Tensor) or scores.ndim < 2:
-        return
-    if (count := int(labels.max()) + 1) > scores.shape[1]:
-        raise FederationError(
-            f"{type(module.net).__name__} has {scores.shape[1]} outputs, and the largest label is"
-            f" {count - 1}: set {count} outputs, or number the classes from 0"
-        )
+# --- the module and the rules --------------------------------------------------------
 
 
 def check_evaluations(trainer: Trainer, module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from lightning_fl.contracts.client_part import ClientContext
 from lightning_fl.contracts.plan import Step
 from lightning_fl.contracts.update import ClientUpdate, ServerState
 from lightning_fl.errors import FederationError
-from lightning_fl.federation.checks import check_finite, check_options, warn_of_averaged_buffers
+from lightning_fl.federation.checks import check_options, warn_of_averaged_buffers
 from lightning_fl.federation.dropped import check_causes, describe_non_finite, list_clients
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.logs import ClientLogs
@@ -104,8 +104,6 @@ class Round:
         fit.runner.check_optimizers(fit.trainer.optimizers)
         now = fit.runner.read()
         self.server = self.start = self.before if all(map(torch.equal, now, self.before)) else now
-        if not self.plan.round:
-            check_finite(type(fit.module).__name__, fit.runner.layout, self.server.vector)
         self.results.counters = self.server.counters
         self._schedule = self.results.schedule = fit.schedulers.read()
         self.rng = rng_state(fit.module.device)

@@ -304,7 +304,7 @@ def test_two_runs_do_not_share_a_folder(fit, foreign, tmp_path, where):
             if trainer.current_epoch == 0:
                 root = tmp_path / ("first" if where == "run" else "second")
                 keep = RoundCheckpoint(str(tmp_path / ("c" if where == "checkpoints" else "d")))
-                with pytest.raises(FederationError, match=r"is in use by another run .*process"):
+                with pytest.raises(FederationError, match="is in use by another run"):
                     fit(
                         foreign(),
                         callbacks=[keep],

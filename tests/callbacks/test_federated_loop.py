@@ -826,14 +826,8 @@ def test_trainer_options_that_break_rounds_are_refused(fit, foreign, options, me
             lambda m: m.register_buffer("graph", torch.eye(3).to_sparse()),
             r"\.graph is lazy or sparse",
         ),
-        (
-            lambda m: setattr(
-                m, "mask", nn.Parameter(torch.full((2, 2), -torch.inf).triu(1), requires_grad=False)
-            ),
-            r"the parameter mask of .* \(register_buffer\)",
-        ),
     ],
-    ids=["dataloader_iter", "lazy", "sparse", "not finite"],
+    ids=["dataloader_iter", "lazy", "sparse"],
 )
 def test_module_that_does_not_fit_is_refused(fit, foreign, change, message):
     module = foreign()

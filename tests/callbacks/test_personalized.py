@@ -269,12 +269,11 @@ def test_the_personal_models_of_pfedme_are_measured(train):
     assert loop.rows[-1]["kept/mean"] > loop.rows[-1]["server/mean"]
 
 
-def test_a_table_and_a_picture_are_left(train, tmp_path):
+def test_a_table_is_left(train, tmp_path):
     callback = PersonalizedEvaluation(name="own")
     train(callback)
     rows = list(csv.DictReader((tmp_path / "own.csv").read_text().splitlines()))
     assert [float(r["server"]) for r in rows] == [r["server"] for r in callback.rows]
-    assert (tmp_path / "own.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_resumed_run_has_the_same_baseline(train, tmp_path):
@@ -342,8 +341,7 @@ def test_samples_without_labels_need_a_metric(train, score):
         def forward(self, x):
             return super().forward(x)[:, score]
 
-    words = "sample of Scores, and accuracy fails|has 1 outputs, and the largest label is 2"
-    with pytest.raises(FederationError, match=words):
+    with pytest.raises(FederationError, match="sample of Scores, and accuracy fails"):
         train(PersonalizedEvaluation(), module=Scores(nn.Linear(6, 3)).double())
 
 
