@@ -211,7 +211,6 @@ def test_buffers_that_processes_write_differently_are_those_of_the_first(tmp_pat
     run = Started(2, tmp_path / "output", processes.count_in_validation, 2, tmp_path)
     codes, output = run.finish(timeout=90)
     assert not any(codes), output
-    assert output.count("written other values to the buffer seen since the last round") == 1
     first, second = (torch.load(tmp_path / f"found.2.{rank}.pt") for rank in (0, 1))
     assert first[:2] == second[:2]
     assert first[1] > 0

@@ -428,4 +428,4 @@ class Fit:
         """Take over what hooks have written to buffers of the module since the last round."""
         self.runner.adopt()
         buffers = self.runner.named_buffers.items()
-        self.processes.same_buffers({n: b for n, b in buffers if n not in self.runner.private})
+        self.processes.same_start([b for n, b in buffers if n not in self.runner.private])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError
-from lightning_fl.runners.constants import digest
 from lightning_fl.strategies import ClientParallelStrategy, gathered
 
 
@@ -81,32 +79,12 @@ class Processes:
     def same_start(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors of process 0 to all processes. Must be called on all processes.
 
-        Hooks at the start of a fit may have written different values on each process.
+        Hooks may have written different values on each process, at the start of a fit or of a
+        round.
         """
         if self.count > 1:
             for tensor in tensors:
                 tensor.detach().copy_(_of_first(tensor))
-
-    def same_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Copy the buffers of process 0 that differ to all processes, as DDP does, and warn.
-
-        Must be called on all processes, at the start of each round but the first.
-
-        Args:
-            buffers: Buffers by name.
-        """
-        if self.count == 1:
-            return
-        every = gathered({name: digest({name: buffer}) for name, buffer in buffers.items()})
-        names = [n for n in buffers if any(other[n] != every[0][n] for other in every)]
-        if names:
-            rank_zero_warn(
-                f"processes have written other values to the buffer {names[0]} since the last"
-                " round, as validation_step does with its share of the samples. Each round starts"
-                " from those of process 0, so that results depend on the number of processes:"
-                " write to buffers in training_step only"
-            )
-        self.same_start(buffers[name] for name in names)
 
 
 def _of_first(tensor: Tensor) -> Tensor:

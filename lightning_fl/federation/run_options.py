@@ -41,15 +41,6 @@ class RunOptions:
     local_parameters: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for name, rule, kind in (
-            ("aggregator", self.aggregator, Aggregator),
-            ("policy", self.policy, HyperparameterPolicy),
-            ("sampler", self.sampler, ClientSampler),
-            *(("each of update_transforms", t, UpdateTransform) for t in self.update_transforms),
-        ):
-            if not isinstance(rule, kind):
-                hint = f": write {rule.__name__}()" if isinstance(rule, type) else ""
-                raise FederationError(f"{name} must be a {kind.__name__}, got {rule!r}{hint}")
         count, fraction = self.clients_per_round, self.client_fraction
         check_exclusive(clients_per_round=count, client_fraction=fraction)
         hint = "to sample a fraction of the clients, set client_fraction"
