@@ -31,7 +31,7 @@ class Attack(OnUpdates):
             from the seed of the run.
     """
 
-    def __init__(self, clients: float | Sequence[int]) -> None:
+    def __init__(self, clients: float | Sequence[int] = 0.2) -> None:
         if isinstance(clients, Sequence) and not isinstance(clients, str):
             for i, client in enumerate(clients):
                 check_integer(f"clients[{i}]", client, min=0)
@@ -244,9 +244,6 @@ class LabelFlip(DataAttack):
         [0, 3]
     """
 
-    def __init__(self, clients: float | Sequence[int] = 0.2) -> None:
-        super().__init__(clients)
-
     def change(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Flip the labels."""
         return x, self._classes - 1 - y
@@ -272,7 +269,6 @@ class Backdoor(DataAttack):
             dimension.
         trigger_value: Value of the trigger, on the scale of the stored samples (images: 0 to 255).
             None uses the maximum of the training samples in memory.
-        name: Name of the column.
 
     Raises:
         FederationError: If an option is out of range. At the start of a fit, if a client does not
@@ -293,7 +289,6 @@ class Backdoor(DataAttack):
         boost: float = 1.0,
         size: int = 3,
         trigger_value: float | None = None,
-        name: str = "backdoor_acc",
     ) -> None:
         super().__init__(clients)
         self.target = check_integer("target", target, min=0)
@@ -303,7 +298,6 @@ class Backdoor(DataAttack):
         #: Value of the trigger, and that of the run.
         self.trigger_value = check_number("trigger_value", trigger_value, optional=True)
         self._value = self.trigger_value
-        self.name = name
 
     def prepare(self, data: Any) -> None:
         """Choose the value of the trigger, and check the data."""
@@ -359,7 +353,7 @@ class Backdoor(DataAttack):
         loader = data.evaluation_loader(asked, use="val")
         counts = sum(evaluate(trainer, module, loader, hits_and_samples, seed=0), start=none)
         hits = self._loop.fit.processes.sum(counts)
-        pl_module.log(self.name, float(hits[0] / hits[1].clamp(min=1)))
+        pl_module.log("backdoor_acc", float(hits[0] / hits[1].clamp(min=1)))
 
     def _asked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Add the trigger; label samples of the target class with -1, which is not counted."""

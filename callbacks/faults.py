@@ -15,7 +15,7 @@ from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
-from lightning_fl.samplers.durations import HasDurations, SimulatedDurations
+from lightning_fl.samplers.durations import SimulatedDurations
 
 #: Cause under which the table of rounds counts a client whose update does not arrive in time.
 CAUSE_OF = {"dropout": "dropped_out", "crash": "crashed", "late": "late"}
@@ -53,7 +53,7 @@ class OnUpdates(Callback, ABC):
         """
 
 
-class ClientFaults(OnUpdates, HasDurations):
+class ClientFaults(OnUpdates):
     r"""Simulate client faults at random, and the duration of rounds.
 
     A client has at most one fault per round:
@@ -134,12 +134,11 @@ class ClientFaults(OnUpdates, HasDurations):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that asynchronous rounds have no deadline."""
         super().setup(trainer, pl_module, stage)
-        if stage != "fit" or self.deadline is None:
-            return
-        if (sampler := self._loop.options.sampler).is_asynchronous:
+        has_deadline = stage == "fit" and self.deadline is not None
+        if has_deadline and self._loop.options.sampler.is_asynchronous:
             raise FederationError(
                 "deadline has no meaning in asynchronous rounds, in which the server waits for no"
-                f" client: remove it, or use another sampler than {type(sampler).__name__}"
+                " client: remove it"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -193,10 +192,10 @@ class ClientFaults(OnUpdates, HasDurations):
 
     def _fault(self, plan: RoundPlan, client: int) -> str | None:
         """Return the fault of a client in a round, including ``late``; None without a fault."""
-        if (fault := self.fault_of(plan.seed, plan.round, client)) is not None:
-            return fault
-        is_late = self.deadline is not None and self._seconds(plan, client) > self.deadline
-        return "late" if is_late else None
+        fault = self.fault_of(plan.seed, plan.round, client)
+        if fault is None and self.deadline is not None:
+            return "late" if self._seconds(plan, client) > self.deadline else None
+        return fault
 
     def _seconds(self, plan: RoundPlan, client: int) -> float:
         steps = int(plan.num_steps[plan.clients == client])

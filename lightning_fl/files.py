@@ -11,11 +11,10 @@ import os
 import re
 import reprlib
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, TextIO
+from typing import Any, BinaryIO
 from uuid import uuid4
 from zipfile import ZIP_STORED, ZipFile
 
@@ -212,7 +211,7 @@ LEFTOVERS = f".*.{'?' * 8}.tmp"
 class FolderLock:
     """Lock a folder, so that only one run at a time writes to it.
 
-    The lock ends with the process, even if the process is killed.
+    The lock ends with the process and those that it has forked, even if they are killed.
 
     Args:
         folder: The folder. It is created if it does not exist.
@@ -228,8 +227,6 @@ class FolderLock:
         []
     """
 
-    _held: ClassVar[set[TextIO]] = set()
-
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
         self._is_new = not self._folder.exists()
@@ -244,13 +241,8 @@ class FolderLock:
                 f"{folder} is in use by another run. Wait until that run ends, or choose another"
                 " folder (Trainer(default_root_dir=...), RoundCheckpoint(dirpath=...))"
             ) from None
-        except OSError:
-            warnings.warn(
-                f"the file system of {folder} does not support locks. Make sure that no other run"
-                " writes to the folder",
-                stacklevel=3,
-            )
-        FolderLock._held.add(self._file)
+        except OSError:  # the file system has no locks
+            pass
         for leftover in self._folder.glob(LEFTOVERS):  # of a killed process, as no other writes
             with suppress(OSError):
                 leftover.unlink()
@@ -258,18 +250,9 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock; an empty folder that was created for the lock is removed."""
         self._path.unlink(missing_ok=True)
-        FolderLock._held.discard(self._file)
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes may have it open, too
         self._file.close()
         if self._is_new:
             with suppress(OSError):  # it is not empty
                 self._folder.rmdir()
-
-
-def _leave_locks_to_parent() -> None:
-    """Close locks in a forked process, since it may outlive a killed parent."""
-    for file in FolderLock._held:
-        file.close()
-    FolderLock._held.clear()
-
-
-os.register_at_fork(after_in_child=_leave_locks_to_parent)

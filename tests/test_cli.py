@@ -502,7 +502,7 @@ def test_a_checkpoint_of_another_model_or_federation_is_an_error(cli, fitted):
     assert "the model does not match the checkpoint" in out
     assert "size mismatch for net.1.weight" in out
     assert "its seed is 1, here it is 7" in cli(*FIT, *last, "--seed_everything=7", expect=2)
-    assert "restore the original data, partition options" in cli(
+    assert "its split of the data over clients" in cli(
         *FIT, *last, "--data.init_args.partition=IID", expect=2
     )
     assert len(rounds(fitted)) == 2

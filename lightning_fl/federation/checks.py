@@ -38,16 +38,12 @@ from lightning_fl.strategies import ClientParallelStrategy
 #:
 #: :meta hide-value:
 REFUSED: dict[type[Callback], str] = {
-    WeightAveraging: "it averages the parameters of different clients; for momentum on the server,"
-    " use FedOpt",
-    StochasticWeightAveraging: "it averages the parameters of different clients and changes their"
-    " learning rate",
-    GradientAccumulationScheduler: "it changes the number of local steps of an optimizer step; set"
-    " accumulate_grad_batches of the Trainer",
+    WeightAveraging: "it averages different clients; for momentum on the server, use FedOpt",
+    StochasticWeightAveraging: "it averages different clients and changes their learning rate",
+    GradientAccumulationScheduler: "it changes the steps; set accumulate_grad_batches of Trainer",
     BatchSizeFinder: "it trains before the first round; set batch_size",
     LearningRateFinder: "it trains before the first round; set the learning rate",
-    ModelPruning: "it shares the pruning masks of one client with the others; prune the trained"
-    " module after the fit",
+    ModelPruning: "it shares the masks of a client with others; prune the trained module",
     SpikeDetection: "it compares the losses of different clients; non-finite updates are dropped",
 }
 
@@ -125,10 +121,7 @@ def check_options(trainer: Trainer, accumulated: int | None = None) -> None:
         if given != value or isinstance(given, float) != isinstance(value, float):
             raise FederationError(f"Trainer({name}={given}) is not supported: {why}")
     if trainer.check_val_every_n_epoch is None:
-        raise FederationError(
-            "Trainer(check_val_every_n_epoch=None) is not supported, because it would validate"
-            " during a round: set a number of rounds"
-        )
+        raise FederationError("check_val_every_n_epoch must be a number of rounds, got None")
 
 
 # --- the module -----------------------------------------------------------------------------------

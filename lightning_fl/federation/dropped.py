@@ -9,7 +9,9 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError
+from lightning_fl.federation.results import Results
 
 #: Descriptions of the causes with a column in every table of rounds. Callbacks may add others.
 CAUSES = {
@@ -123,30 +125,22 @@ class DropWarnings:
             self.given.add(kind)
             rank_zero_warn(text, stacklevel=3)
 
-    def note(
-        self,
-        round: int,
-        cohort: Sequence[int],
-        dropped: Mapping[int, str],
-        kept_by: str | None,
-        cause: str = "",
-    ) -> None:
+    def note(self, plan: RoundPlan, results: Results, kept_by: str | None) -> None:
         """Warn of an aggregated round, once per fit.
 
         Args:
-            round: Number of the round, from 1.
-            cohort: Ids of the sampled clients.
-            dropped: Causes by client id.
+            plan: Plan of the round.
+            results: Results of its clients.
             kept_by: Description of the requirement that too few updates did not meet, so that the
                 global model is unchanged; None if the model was updated.
-            cause: Sentences on an update with non-finite values.
         """
-        later = "Later rounds are in the table of rounds"
+        later, dropped = "Later rounds are in the table of rounds", results.dropped
+        round, sampled = plan.round + 1, len(plan.cohort)
         if dropped:
-            text = describe_losses(round, len(cohort), dropped, self._names)
-            self._warn("dropped", f"{text}. {cause}{later}")
+            text = describe_losses(round, sampled, dropped, self._names)
+            self._warn("dropped", f"{text}. {results.cause}{later}")
         if kept_by is not None:
-            returned = f"{len(cohort) - len(dropped)} of {len(cohort)} clients returned"
+            returned = f"{sampled - len(dropped)} of {sampled} clients returned"
             text = f"{returned}, too few for {kept_by}: the global model is kept. {later}"
             self._warn("kept", f"round {round}: {text}")
 

@@ -365,9 +365,7 @@ class Round:
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)
         )
         self.is_aggregated = True
-        cohort = self.plan.cohort.tolist()
-        results = self.results
-        fit.warnings.note(self.plan.round + 1, cohort, results.dropped, kept_by, results.cause)
+        fit.warnings.note(self.plan, self.results, kept_by)
         fit.boundary.passed()
 
     def _merge(self) -> None:
@@ -457,15 +455,13 @@ class Round:
         """Return a text with the round and the clients in training; None after the round."""
         if self.is_aggregated:
             return None
-        where = f"In round {self.plan.round + 1}"
+        where = [f"In round {self.plan.round + 1}"]
         if self.fit.trainer.world_size > 1:
-            where += f", process {self.fit.trainer.global_rank}"
+            where.append(f"process {self.fit.trainer.global_rank}")
         if self.is_aggregating:
-            return f"{where}, during aggregation"
-        if (step := self.step) is None or not step.rows:
-            return where
-        clients = self.plan.clients[list(step.rows)].tolist()
-        first, last = step.start + 1, step.start + step.steps
-        where += f", {list_clients(clients, self.fit.data.client_names, len(clients))}"
-        where += f", local step{'s' * (last > first)} {first}"
-        return where + (f" to {last}" if last > first else "")
+            where.append("during aggregation")
+        elif (step := self.step) is not None and step.rows:
+            clients = self.plan.clients[list(step.rows)].tolist()
+            where.append(list_clients(clients, self.fit.data.client_names))
+            where.append(f"local step {step.start + 1}")
+        return ", ".join(where)

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.contracts.phases import Phase
-from lightning_fl.errors import FederationError
 from lightning_fl.options import (
     check_choice,
     check_exclusive,
     check_integer,
     check_number,
-    is_list,
 )
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy
@@ -43,19 +41,11 @@ class RunOptions:
     def __post_init__(self) -> None:
         count, fraction = self.clients_per_round, self.client_fraction
         check_exclusive(clients_per_round=count, client_fraction=fraction)
-        hint = "to sample a fraction of the clients, set client_fraction"
-        check_integer("clients_per_round", count, min=1, optional=True, hint=hint)
-        hint = "to sample a number of clients, set clients_per_round"
-        check_number("client_fraction", fraction, above=0, max=1, optional=True, hint=hint)
+        check_integer("clients_per_round", count, min=1, optional=True)
+        check_number("client_fraction", fraction, above=0, max=1, optional=True)
         check_integer("min_clients", self.min_clients, min=1)
         check_choice("optimizer_state", self.optimizer_state, "reset", "keep", "local")
         check_choice("buffers", self.buffer_policy, "average", "server", "local")
-        patterns = self.local_parameters
-        if not is_list(patterns) or not all(isinstance(p, str) and p for p in patterns):
-            raise FederationError(
-                f"local_parameters must be a list of patterns, got {patterns!r}: write"
-                ' ["net.head.*"] or ["type:_BatchNorm"]'
-            )
 
     @property
     def phases(self) -> Sequence[Phase]:

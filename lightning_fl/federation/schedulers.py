@@ -35,7 +35,7 @@ class Schedulers:
 
     Raises:
         FederationError: If schedulers with ``interval="step"`` are combined with others or have a
-            ``frequency`` other than 1, or if ``ReduceLROnPlateau`` has ``interval="step"``.
+            ``frequency`` other than 1.
     """
 
     def __init__(self, trainer: Trainer, optimizers: ClientOptimizers) -> None:
@@ -49,11 +49,6 @@ class Schedulers:
             raise FederationError(
                 'a scheduler with interval="step" counts the local steps of each client: set'
                 ' frequency=1, and do not combine it with schedulers with interval="epoch"'
-            )
-        if any(c.reduce_on_plateau for c in stepwise):
-            raise FederationError(
-                'ReduceLROnPlateau with interval="step" is not supported, because metrics are not'
-                ' available after each local step: set interval="epoch", which counts rounds'
             )
         self._stepwise = [c.scheduler for c in stepwise]
         self._on_plateau = [c for c in configs if c.reduce_on_plateau and c.interval == "epoch"]

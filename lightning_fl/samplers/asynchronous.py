@@ -15,7 +15,7 @@ from lightning_fl.options import check_integer
 from lightning_fl.policies.base import local_steps
 from lightning_fl.samplers.base import ClientSampler
 from lightning_fl.samplers.clock import Flush, VirtualClock
-from lightning_fl.samplers.durations import HasDurations, SimulatedDurations
+from lightning_fl.samplers.durations import SimulatedDurations
 
 #: Maps a client and the round in which it starts to seconds.
 Seconds = Callable[[int, int], float]
@@ -96,7 +96,7 @@ class AsynchronousSampler(ClientSampler):
     def _simulated(self, federation: Federation) -> SimulatedDurations | None:
         """Return the durations of a callback of the Trainer; None if there is none."""
         callbacks = [] if federation.trainer is None else federation.trainer.callbacks
-        return next((c.durations for c in callbacks if isinstance(c, HasDurations)), None)
+        return next((c.durations for c in callbacks if hasattr(c, "durations")), None)
 
     # --- the clock --------------------------------------------------------------------------------
 
@@ -131,11 +131,7 @@ class AsynchronousSampler(ClientSampler):
         Args:
             round: Index of the round, from 0.
         """
-        if self._clock is None:
-            raise FederationError(
-                "AsynchronousSampler knows the durations of clients in a fit only: use it in a"
-                " FederatedLoop"
-            )
+        assert self._clock is not None, "the clock runs in a fit only"
         return self._clock.flush(round)
 
     def sample(

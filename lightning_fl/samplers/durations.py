@@ -67,9 +67,3 @@ class SimulatedDurations:
         if float(torch.rand((), generator=round_rng)) < self.straggler:
             factor *= self.straggler_factor
         return factor * (steps * self.step_seconds + num_bytes / self.bandwidth)
-
-
-class HasDurations:
-    """Base class of callbacks that simulate the durations of clients."""
-
-    durations: SimulatedDurations

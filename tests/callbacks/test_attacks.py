@@ -216,7 +216,7 @@ def test_samples_are_given_back_once_training_has_ended_or_failed(simulate, data
         def on_fit_end(self, trainer, pl_module):
             seen.append(trainer.datamodule.train.tensors)
 
-    attacks = LabelFlip(0.5), Backdoor([1], name="other")
+    attacks = LabelFlip(0.5), Backdoor([1])
     with pytest.raises(KeyError) if ends else nullcontext():
         simulate(Look(), *attacks, *ends, datamodule=samples)
     assert bool(seen) != bool(ends)

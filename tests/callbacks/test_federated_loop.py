@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import FedAdam, FedAvg, FedAvgM
+from lightning_fl.aggregators import FedAdam, FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional import RandomStream, generator
-from lightning_fl.objectives import Proximal, RepresentationMatching
+from lightning_fl.objectives import RepresentationMatching
 from lightning_fl.partition import IID, QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, HyperparameterPolicy, Schedule
 from lightning_fl.samplers import RoundRobinSampler
@@ -526,9 +526,9 @@ def test_a_loop_and_a_rule_whose_first_round_was_aggregated_are_refused(trainer,
     with pytest.raises(ZeroDivisionError):
         made.fit(foreign(), datamodule=data())
     for _ in range(2):
-        with pytest.raises(FederationError, match="has trained in an earlier fit"):
+        with pytest.raises(FederationError, match="FederatedLoop has the state of an earlier run"):
             made.fit(foreign(), datamodule=data())
-    with pytest.raises(FederationError, match="FedAdam has the state of an earlier run"):
+    with pytest.raises(FederationError, match="the aggregator has the state of an earlier run"):
         trainer(FederatedLoop(rule, buffers="average")).fit(foreign(), datamodule=data())
 
 
@@ -589,7 +589,7 @@ def test_a_checkpoint_does_not_grow_with_clients(fit, linear, tmp_path):
 
 #: Changes of the loop and the data; ``test_checkpoints.py`` has others.
 OTHERS = [
-    ({}, {"partition": QuantitySkew()}, "restore the original data, partition options"),
+    ({}, {"partition": QuantitySkew()}, "its split of the data over clients"),
     ({"policy": PerClient()}, {}, "policy_class is Schedule.* PerClient"),
     ({"buffers": "local"}, {}, "its buffers is average, here it is local"),
 ]
@@ -620,23 +620,6 @@ def test_resuming_with_other_options_says_which(fit, foreign, data, tmp_path):
     ):
         assert part in text
     assert len(other.rows) == 2
-
-
-def test_resuming_with_another_optimizer_or_other_terms_says_which(fit, tmp_path):
-    def run(optimizer, mu, rounds, **options):
-        torch.manual_seed(0)
-        net = nn.Linear(6, 3)
-        made = ClientModule(net, [Proximal(mu)], optimizer=lambda p: optimizer(p, lr=0.1))
-        fit(made.double(), FederatedLoop(), rounds=rounds, **keep(tmp_path) | options)
-
-    run(torch.optim.SGD, 0.1, 1)
-    path = str(tmp_path / "last.ckpt")
-    run(torch.optim.SGD, 0.1, 1, ckpt_path=path)
-    with pytest.warns(UserWarning, match="optimizer is Adam, was SGD"):
-        run(torch.optim.Adam, 0.1, 1, ckpt_path=path)
-    terms = r"terms is \['Proximal\(mu=0.2\)'\], was \['Proximal\(mu=0.1\)'\]"
-    with pytest.warns(UserWarning, match=terms):
-        run(torch.optim.SGD, 0.2, 1, ckpt_path=path)
 
 
 def test_a_child_class_resumes_its_parents_checkpoint(fit, foreign, tmp_path):
@@ -776,11 +759,11 @@ def test_hooks_of_the_module_are_called_once_a_client(fit, foreign):
         ({"clients_per_round": True}, "got True"),
         (
             {"clients_per_round": 0.5},
-            "got 0.5: to sample a fraction of the clients, set client_fraction",
+            "got 0.5",
         ),
         ({"clients_per_round": "2"}, "clients_per_round must be .* got '2'"),
         ({"client_fraction": math.nan}, "got nan"),
-        ({"client_fraction": 10}, "got 10: to sample a number of clients, set clients_per_round"),
+        ({"client_fraction": 10}, "got 10"),
         (
             {"client_fraction": 0.5, "clients_per_round": 2},
             "excludes client_fraction=0.5",
@@ -889,13 +872,6 @@ def test_clients_that_do_not_exist_are_refused(fit, foreign, options, message):
         fit(foreign(), FederatedLoop(**options))
 
 
-def test_a_rule_with_state_of_an_earlier_run_is_refused(fit, foreign):
-    rule = FedAvgM()
-    fit(foreign(), FederatedLoop(rule, buffers="average"), rounds=2)
-    with pytest.raises(FederationError, match="aggregator FedAvgM has the state of an earlier run"):
-        fit(foreign(), FederatedLoop(rule, buffers="average"), rounds=2)
-
-
 def test_a_rule_without_state_serves_many_runs(fit, foreign):
     rule, policy = FedAvg(), Schedule(num_steps=2)
     modules = [foreign(), foreign()]
@@ -910,9 +886,7 @@ def test_a_new_policy_may_continue_with_what_another_has_learned(fit, foreign):
 
     first, second = policy(), policy()
     fit(foreign(), FederatedLoop(policy=first, buffers="average", seed=0), rounds=4)
-    with pytest.raises(
-        FederationError, match=r"policy DiscreteGaussianR.* may load its state_dict"
-    ):
+    with pytest.raises(FederationError, match="the policy has the state of an earlier run"):
         fit(foreign(), FederatedLoop(policy=first, buffers="average", seed=0), rounds=1)
     second.load_state_dict(first.state_dict())
     assert same(second.state_dict(), first.state_dict())
@@ -926,7 +900,7 @@ def test_a_second_fit_is_refused_without_a_checkpoint(foreign, data, trainer, tm
     first = trainer(loop, rounds=2, enable_checkpointing=True, callbacks=[RoundCheckpoint()])
     first.fit(module, datamodule=data())
     first.fit_loop.max_epochs = 4
-    with pytest.raises(FederationError, match="has trained in an earlier fit: to continue, set"):
+    with pytest.raises(FederationError, match="an earlier run: to continue, set ckpt_path"):
         first.fit(module, datamodule=data())
     path = first.checkpoint_callback.last_model_path or first.checkpoint_callback.best_model_path
     first.fit(module, datamodule=data(), ckpt_path=path)

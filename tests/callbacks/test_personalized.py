@@ -270,9 +270,9 @@ def test_the_personal_models_of_pfedme_are_measured(train):
 
 
 def test_a_table_is_left(train, tmp_path):
-    callback = PersonalizedEvaluation(name="own")
+    callback = PersonalizedEvaluation()
     train(callback)
-    rows = list(csv.DictReader((tmp_path / "own.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((tmp_path / "clients.csv").read_text().splitlines()))
     assert [float(r["server"]) for r in rows] == [r["server"] for r in callback.rows]
 
 

@@ -296,11 +296,11 @@ def test_file_of_another_federation_is_refused_by_name(federation, linear, tmp_p
         return module
 
     others = [
-        ({"clients": 5}, "its num_clients is 4, here it is 5. To resume, restore the original num"),
+        ({"clients": 5}, "its num_clients is 4, here it is 5. To resume, restore"),
         ({"make": wider}, "the model does not match the checkpoint: .*size mismatch"),
         ({"make": queue}, r"non-persistent buffers are missing or differ: \['queue'\]"),
         ({"loop": FederatedLoop(FedAdam())}, "aggregator_class is FedAvg, here it is FedAdam"),
-        ({"loop": FederatedLoop(seed=3)}, "its seed is 0, here it is 3. To resume, set seed_every"),
+        ({"loop": FederatedLoop(seed=3)}, "its seed is 0, here it is 3. To resume, restore it"),
         ({"loop": FederatedLoop(optimizer_state="keep")}, "its optimizer_state is reset, here"),
     ]
     for options, words in others:

@@ -122,8 +122,6 @@ def test_outside_of_a_fit_there_is_no_clock():
     sampler = AsynchronousSampler(2)
     random = torch.Generator().manual_seed(3)
     assert len(sampler.sample(0, 3, torch.ones(5), random)) == 3
-    with pytest.raises(FederationError, match="in a fit only"):
-        sampler.flush(0)
     sampler = AsynchronousSampler(8)
     with pytest.raises(FederationError, match=r"concurrency must be .*\[1, 5\], got 8: there"):
         sampler.setup(Federation(5, Cohort(2, 5)))

@@ -85,21 +85,16 @@ def test_only_the_ratio_of_weights_counts():
         assert found == expected
 
 
-@pytest.mark.parametrize(
-    "weights", ["size", [1.0, -1.0], [float("nan")], [float("inf"), 1.0], [1.0, float("-inf")]]
-)
+@pytest.mark.parametrize("weights", ["size", [1.0, -1.0], [float("nan")], [float("inf"), 1.0]])
 def test_weights_that_make_no_sense_are_refused(weights):
     with pytest.raises(
-        FederationError,
-        match=r"weights(\[.\])? must be (a finite number of at least 0|'samples' or numbers), got",
+        FederationError, match=r"weights\[.\] must be a finite number of at least 0"
     ):
         WeightedSampler(weights)
 
 
-@pytest.mark.parametrize("make", [tuple, np.array, torch.tensor])
-def test_weights_may_be_an_array(make):
-    weights = WeightedSampler(make([0.0, 1.0])).weights
-    assert list(weights) == [0.0, 1.0]
+def test_weights_may_be_an_array():
+    assert WeightedSampler(np.array([0.0, 1.0])).weights == [0.0, 1.0]
 
 
 def test_there_is_a_weight_for_each_client():
