@@ -34,15 +34,6 @@ def test_a_round_that_is_cut_short_leaves_nothing(store):
     assert store.get(4) == {}
 
 
-def test_a_copy_is_kept_with_its_dtype():
-    store, row = ClientStore(), torch.tensor([1.5, 2.0], dtype=torch.bfloat16)
-    store.put(0, {"row": row})
-    row.zero_()
-    store.commit()
-    assert store.get(0)["row"].tolist() == [1.5, 2.0]
-    assert store.get(0)["row"].dtype == torch.bfloat16
-
-
 def test_a_store_is_saved_and_loaded_without_a_round_that_has_not_ended(store, tmp_path):
     store.put(3, {"momentum": torch.full((2,), 5.0)})
     torch.save(store.state_dict(), tmp_path / "store.pt")
@@ -101,14 +92,6 @@ def test_what_is_too_much_for_memory_is_in_a_file_without_a_name(large, tmp_path
     small.put(0, rows(0))
     small.commit()
     assert not in_the_file(small.get(0)["weight"])
-
-
-def test_a_row_of_another_shape_has_a_place_of_its_own(large):
-    large.put(3, rows(9, size=5))
-    large.commit()
-    assert large.get(3)["weight"].shape == (5, 3)
-    for client, value in enumerate([0, 1, 2, 9, 4]):
-        assert large.get(client)["weight"].unique().tolist() == [value]
 
 
 def test_what_a_checkpoint_may_still_be_written_from_stays(large):

@@ -150,22 +150,12 @@ def test_a_changed_plan_has_a_schedule_of_its_own():
     [
         ({"clients": (), "num_steps": ()}, "round 1 has no clients"),
         ({"num_steps": (1,)}, r"num_steps has shape \(1,\) for 2 clients"),
-        ({"num_steps": 3}, r"num_steps has shape \(\) for 2 clients"),
         ({"lr": torch.ones(3)}, r"lr has shape \(3,\) for 2 clients"),
         ({"hyperparameters": {"mu": torch.ones(2, 1)}}, r"mu has shape \(2, 1\) for 2 clients"),
         ({"num_steps": (3, 0)}, "num_steps in round 1 must be an integer of at least 1, got 0"),
-        ({"num_steps": (-2, 1)}, "num_steps in round 1 must be an integer of at least 1, got -2"),
-        ({"num_steps": (1.0, 2.0)}, r"num_steps in round 1 must be an integer .*got 1.0"),
         ({"num_steps": (1.0, float("nan"))}, "num_steps in round 1 must be an integer"),
-        (
-            {"lr": torch.tensor([0.1, float("nan")])},
-            "lr in round 1 must be a finite number",
-        ),
-        (
-            {"lr": torch.tensor([float("inf"), 0.1])},
-            "lr in round 1 must be a finite number",
-        ),
         ({"lr": torch.tensor([0.1, -0.1])}, "lr in round 1 must be a finite number"),
+        ({"lr": torch.tensor([0.1, float("nan")])}, "lr in round 1 must be a finite number"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(options, words):
@@ -173,21 +163,12 @@ def test_a_plan_that_makes_no_sense_is_refused(options, words):
         plan(**options)
 
 
-def test_a_learning_rate_of_zero_and_any_further_value_are_fine():
-    found = plan(
-        lr=torch.tensor([0.0, 0.1]), hyperparameters={"mu": torch.tensor([-1.0, float("nan")])}
-    )
-    assert found.hyperparameters["mu"][0] == -1
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"delta": torch.zeros(3, 4)},
         {"delta": torch.zeros(2)},
-        {"delta": torch.zeros(2, 4, 1)},
         {"num_samples": torch.ones(3)},
-        {"num_samples": torch.ones(2, 1)},
         {"clients": torch.tensor([0])},
         {"num_steps": torch.ones(3)},
         {"lr": torch.ones(1)},
@@ -201,7 +182,7 @@ def test_an_update_has_one_row_a_client(changes):
         "num_samples": torch.ones(2),
     }
     assert ClientUpdate(**fitting).num_steps is None
-    with pytest.raises(FederationError, match=r"one row for each|must have shapes"):
+    with pytest.raises(FederationError, match="one row for each"):
         ClientUpdate(**fitting | changes)
 
 

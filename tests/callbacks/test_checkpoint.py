@@ -175,12 +175,11 @@ def uninterrupted():
     ("every", "stop", "rounds"),
     [
         (9, [], 4),
-        (3, [Stop(3)], 4),
         (9, [Stop(3, 5)], 3),
         (3, [Stop(4, 0)], 4),
         (9, [Stop(0, 2)], 0),
     ],
-    ids=["end", "early", "amid", "third", "first"],
+    ids=["end", "amid", "third", "first"],
 )
 def test_a_run_that_stops_leaves_a_checkpoint_that_resumes(
     fit, foreign, small, tmp_path, uninterrupted, every, stop, rounds
@@ -233,18 +232,6 @@ def test_a_flipped_bit_is_noticed(tmp_path, weights_only):
     AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
     with pytest.raises(FederationError, match=r"last.ckpt is damaged: the checksum of"):
         AtomicCheckpointIO().load_checkpoint(flipped(path, 1.5), weights_only=weights_only)
-
-
-def test_a_checkpoint_that_holds_objects_names_the_remedy(tmp_path):
-    path = tmp_path / "last.ckpt"
-    saved = {"pytorch-lightning_version": "2.6", "state_dict": {}, "hyper": torch.nn.Linear(1, 1)}
-    AtomicCheckpointIO().save_checkpoint(saved, path)
-    words = rf"{path} holds more than data: .*torch.nn.modules.linear.Linear"
-    words += r".*weights_only=False to .* --weights_only=f"
-    with pytest.raises(FederationError, match=words) as error:
-        AtomicCheckpointIO().load_checkpoint(path)
-    assert "damaged" not in str(error.value)
-    assert AtomicCheckpointIO().load_checkpoint(path, weights_only=False)["hyper"].in_features == 1
 
 
 def test_the_versions_of_spectral_norm_are_read(tmp_path):

@@ -1,7 +1,6 @@
 """Files of checkpoints: damaged and hostile ones, and those of another federation."""
 
 import os
-import pickle
 import sys
 import zipfile
 from contextlib import suppress
@@ -114,13 +113,6 @@ def test_hostile_file_runs_no_code(tmp_path, monkeypatch, where):
     # A user who trusts a checkpoint can say so.
     load(tmp_path / "hostile.ckpt", weights_only=False)
     assert (tmp_path / "ran").exists()
-
-
-def test_pickle_runs_no_code(tmp_path):
-    (tmp_path / "a.ckpt").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    with pytest.raises(FederationError, match="not a zip file"):
-        load(tmp_path / "a.ckpt")
-    assert not (tmp_path / "ran").exists()
 
 
 def test_file_from_the_web_runs_no_code(monkeypatch):

@@ -69,15 +69,6 @@ def test_clock_equals_a_simulation_tick_by_tick(data):
     ]
 
 
-def test_flush_does_not_depend_on_earlier_flushes():
-    def made():
-        return VirtualClock(20, 7, 3, permuted(20), lambda c, v: 1.0 + c % 5 + 0.1 * v)
-
-    one, other = made(), made()
-    assert one.flush(40) == [other.flush(version) for version in range(41)][-1]
-    assert one.flush(39) == other.flush(39)
-
-
 def test_equal_durations_are_synchronous_rounds():
     order = permuted(8)
     clock = VirtualClock(8, 3, 3, order, lambda c, v: 2.5)
