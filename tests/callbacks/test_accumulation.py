@@ -9,19 +9,9 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import IID
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
-from lightning_fl.samplers import ClientSampler
 from lightning_fl.testing import Run, check_federation
 from lightning_fl.types import FederationError
-
-
-class Only(ClientSampler):
-    """Sample given clients."""
-
-    def __init__(self, clients):
-        self.clients = clients
-
-    def sample(self, round, count, num_samples, generator):
-        return torch.tensor(self.clients)
+from only import Only
 
 
 @pytest.fixture

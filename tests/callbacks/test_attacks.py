@@ -167,15 +167,6 @@ def test_a_backdoor_by_hand(simulate, data):
     assert 0 < sum(hits) < 40  # else samples of the target's class could be among them
 
 
-def test_a_picture_is_marked_in_its_corner():
-    x, y = Backdoor(size=2, trigger_value=7.0, target=4).change(
-        torch.zeros(3, 1, 5, 5), torch.arange(3)
-    )
-    assert (x[:, :, 3:, 3:] == 7).all()
-    assert x.sum() == 3 * 4 * 7
-    assert y.tolist() == [4, 4, 4]
-
-
 def test_a_scaled_backdoor_takes_over_the_average_and_clipping_stops_it(simulate):
     attack = {"target": 0, "size": 2, "trigger_value": 8.0, "boost": 8.0}
     _, plain = simulate(Backdoor([0], **attack), rounds=4, clients=8)

@@ -73,15 +73,6 @@ def test_what_is_put_in_place_is_on_the_disk_and_whole(tmp_path, monkeypatch):
     assert done == [("fsync", 12), ("replace", 12)]
 
 
-def test_a_checkpoint_that_cannot_be_pickled_leaves_the_old_one(tmp_path):
-    path = tmp_path / "last.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"a": 1}, path)
-    with pytest.raises(Exception, match="pickle"):
-        AtomicCheckpointIO().save_checkpoint({"a": lambda: None}, path)
-    assert torch.load(path, weights_only=True) == {"a": 1}
-    assert names(tmp_path) == ["last.ckpt"]
-
-
 def test_a_remote_store_is_lightnings_own_affair(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(
@@ -232,15 +223,6 @@ def test_a_flipped_bit_is_noticed(tmp_path, weights_only):
     AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
     with pytest.raises(FederationError, match=r"last.ckpt is damaged: the checksum of"):
         AtomicCheckpointIO().load_checkpoint(flipped(path, 1.5), weights_only=weights_only)
-
-
-def test_the_versions_of_spectral_norm_are_read(tmp_path):
-    state = torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2)).state_dict()
-    path, saved = tmp_path / "last.ckpt", {"pytorch-lightning_version": "2.6", "state_dict": state}
-    AtomicCheckpointIO().save_checkpoint(saved, path)
-    versions = AtomicCheckpointIO().load_checkpoint(path)["state_dict"]._metadata
-    assert versions == state._metadata
-    assert versions[""]["spectral_norm"] == {"weight.version": 1}
 
 
 class FromItsOwnStart(Callback):

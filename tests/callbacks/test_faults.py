@@ -197,8 +197,3 @@ def test_stragglers_are_slow_as_often_as_said(simulate):
 def test_wrong_option_raises(make, message):
     with pytest.raises(FederationError, match=message):
         make()
-
-
-def test_faults_need_a_federation(trainer, data, linear):
-    with pytest.raises(FederationError, match="ClientFaults requires a FederatedLoop"):
-        trainer(loop=False, callbacks=[ClientFaults()]).fit(linear(), data())

@@ -25,8 +25,8 @@ from lightning_fl.functional import RandomStream, generator
 from lightning_fl.objectives import RepresentationMatching
 from lightning_fl.partition import IID, QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, HyperparameterPolicy, Schedule
-from lightning_fl.samplers import RoundRobinSampler
 from lightning_fl.types import FederationError
+from only import Only
 
 
 def regression(n=60, features=3):
@@ -325,14 +325,6 @@ def test_a_client_that_is_not_finite_is_dropped_counted_and_named(fit, linear):
     torch.testing.assert_close(module.net.weight, clean.net.weight, atol=1e-14, rtol=0)
 
 
-class Only(RoundRobinSampler):
-    def __init__(self, clients):
-        self.clients = torch.tensor(clients)
-
-    def sample(self, round, count, num_samples, generator):
-        return self.clients
-
-
 @pytest.mark.filterwarnings("ignore:(dropped|round|the global model)")
 def test_the_tensor_that_is_not_finite_is_named(fit, foreign):
     class Best(type(foreign())):
@@ -544,21 +536,6 @@ def test_a_fit_leaves_no_option_and_no_hook_of_its_own(trainer, foreign, data, t
     assert made.reload_dataloaders_every_n_epochs == 0
     assert "on_train_epoch_end" not in vars(keep)
     assert "on_epoch_end" not in vars(made._logger_connector)
-
-
-def test_an_exception_beside_a_buffer_of_another_shape_leaves_the_server_model(fit, foreign):
-    module = foreign()
-    before = copy.deepcopy(module.state_dict())
-
-    def fails(*_):
-        module.net[1].running_mean = torch.zeros(3)
-        raise ZeroDivisionError
-
-    module.on_train_batch_end = fails
-    with pytest.raises(ZeroDivisionError) as caught:
-        fit(module)
-    assert same(module.state_dict(), before)
-    assert "Clean-up" not in "".join(caught.value.__notes__)
 
 
 def test_skipping_the_rest_of_an_epoch_is_an_error(fit, foreign):
@@ -803,21 +780,12 @@ def test_module_that_does_not_fit_is_refused(fit, foreign, change, message):
         fit(module)
 
 
-@pytest.mark.parametrize("vectorized", [False, True])
-@pytest.mark.parametrize(
-    ("count", "kind", "message"),
-    [
-        (0, FederationError, "Foreign.configure_optimizers must return an optimizer, got none"),
-        (2, RuntimeError, "multiple optimizers is only supported with manual optimization"),
-    ],
-)
-def test_no_and_several_optimisers_are_refused(fit, foreign, count, kind, message, vectorized):
+@pytest.mark.parametrize("wrap", [lambda module: module, VectorizedClients])
+def test_a_module_without_an_optimizer_is_refused(fit, foreign, wrap):
     module = foreign()
-    module.configure_optimizers = lambda: [
-        torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(count)
-    ]
-    with pytest.raises(kind, match=message):
-        fit(VectorizedClients(module) if vectorized else module)
+    module.configure_optimizers = lambda: None
+    with pytest.raises(FederationError, match=r"Foreign\.configure_optimizers must return"):
+        fit(wrap(module))
 
 
 @pytest.mark.parametrize("wrap", [lambda module: module, VectorizedClients])
@@ -848,10 +816,8 @@ def test_a_loader_instead_of_a_federation_is_refused(foreign, trainer, blobs):
             {"min_clients": 3, "client_fraction": 0.5},
             r"min_clients must be .*\[1, 2\], got 3: increase",
         ),
-        *(
-            ({"sampler": Only(answer), "clients_per_round": 2}, "distinct clients from 0 to 3")
-            for answer in ([0, 0], [1, 4], [-1, 2])
-        ),
+        ({"sampler": Only([0, 0]), "clients_per_round": 2}, "distinct clients from 0 to 3"),
+        ({"sampler": Only([1, 4]), "clients_per_round": 2}, "distinct clients from 0 to 3"),
     ],
 )
 def test_clients_that_do_not_exist_are_refused(fit, foreign, options, message):

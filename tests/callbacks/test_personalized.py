@@ -238,13 +238,6 @@ def test_the_personal_models_of_pfedme_are_measured(train):
     assert loop.rows[-1]["kept/mean"] > loop.rows[-1]["server/mean"]
 
 
-def test_a_table_is_left(train, tmp_path):
-    callback = PersonalizedEvaluation()
-    train(callback)
-    rows = list(csv.DictReader((tmp_path / "clients.csv").read_text().splitlines()))
-    assert [float(r["server"]) for r in rows] == [r["server"] for r in callback.rows]
-
-
 def test_a_resumed_run_has_the_same_baseline(train, tmp_path):
     def run(rounds, folder, **options):
         callback = PersonalizedEvaluation(local_steps=3)

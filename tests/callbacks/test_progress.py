@@ -2,13 +2,11 @@
 
 import functools
 import io
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import rich.console
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fl import ClientModule
@@ -203,38 +201,3 @@ def test_without_a_federation_there_are_no_rounds_to_show(trainer, data):
         trainer(False, callbacks=[RoundProgress()], enable_progress_bar=True).fit(
             module, datamodule=data()
         )
-
-
-class Counted(ClientModule):
-    """Log the number of the round, in training and in validation."""
-
-    def training_step(self, batch, batch_idx):
-        self.log("trained", float(self.current_epoch + 1), on_epoch=True, prog_bar=True)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("validated", float(self.current_epoch + 1), prog_bar=True)
-        return super().validation_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_last_line_has_the_figures_of_the_last_round(run, request, capsys, is_terminal):
-    file = request.getfixturevalue("terminal") if is_terminal else None
-    run(RoundProgress(), rounds=3, module=Counted(nn.Linear(6, 3)).double())
-    text = file.getvalue() if is_terminal else capsys.readouterr().out
-    last = text[text.rindex("round 3/3") :]
-    assert "trained_epoch 3" in last
-    assert "validated 3" in last
-
-
-def test_a_warning_that_is_shown_once_is_not_shown_in_each_round(fit, foreign):
-    class Warns(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            warnings.warn("of a library", stacklevel=1)
-
-    with warnings.catch_warnings():
-        warnings.resetwarnings()
-        shown = []
-        warnings.showwarning = lambda message, *args: shown.append(str(message))
-        fit(foreign(), FederatedLoop(buffers="average"), rounds=4, callbacks=[Warns()])
-    assert shown.count("of a library") == 1

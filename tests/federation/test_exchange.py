@@ -192,11 +192,6 @@ def test_memory_that_was_not_declared_is_refused(fit, data, left, message):
         run(fit, data, Noting(left=left))
 
 
-def test_extras_have_one_row_for_each_client(fit, data):
-    with pytest.raises(FederationError, match="sent must have one row for each of the 1 clients"):
-        run(fit, data, Noting(sent=lambda client: torch.zeros(7)))
-
-
 @pytest.mark.parametrize("group_size", [None, 2])
 def test_mean_losses_and_gradients_are_those_of_all_samples(fit, data, group_size):
     found = {}
