@@ -7,12 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.contracts.phases import Phase
-from lightning_fl.options import (
-    check_choice,
-    check_exclusive,
-    check_integer,
-    check_number,
-)
+from lightning_fl.options import check_choice, check_exclusive, check_integer, check_number
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy
 from lightning_fl.samplers import ClientSampler, UniformSampler
@@ -68,8 +63,5 @@ class RunOptions:
         """
         if self.clients_per_round is None:
             return max(1, round((self.client_fraction or 1.0) * num_clients))
-        hint = f"there are {num_clients} clients"
-        count = check_integer(
-            "clients_per_round", self.clients_per_round, min=1, max=num_clients, hint=hint
-        )
-        return int(count)
+        hint, count = f"there are {num_clients} clients", self.clients_per_round
+        return check_integer("clients_per_round", count, min=1, max=num_clients, hint=hint)
