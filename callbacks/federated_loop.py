@@ -229,6 +229,13 @@ class FederatedLoop(Callback):
         """Load the global model at the first local step of a client."""
         self._current.start_batch(batch_idx)
 
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Scale the loss by this process's share of the samples if processes share a batch."""
+        if self._round is not None:
+            self._round.scale(loss)
+
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the gradients of parameters that clients do not train in this phase."""
         if self._round is not None:
@@ -279,6 +286,7 @@ class FederatedLoop(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the table of rounds, also if a resumed run had no rounds left."""
         self._write_table(trainer)
+        self._summarize()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -293,7 +301,7 @@ class FederatedLoop(Callback):
         where = None if self._round is None else self._round.where()
         if isinstance(exception, Exception) and where:
             exception.add_note(where)
-        for clean_up in (self._abandon, self.undo.close):
+        for clean_up in (self._abandon, self._summarize, self.undo.close):
             try:
                 clean_up()
             except Exception as error:  # from an aggregator, a warning or a device
@@ -309,6 +317,10 @@ class FederatedLoop(Callback):
             self._round.abandon()
             if self._round.is_aggregated:  # the module and the rules hold the next global model
                 self._resume.note_run()
+
+    def _summarize(self) -> None:
+        if self._fit is not None:
+            self._fit.warnings.summarize()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release the optimizer, the data and the Trainer."""

@@ -32,7 +32,7 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         undo: Clean-up functions of the fit, to which those of the hooks are added.
     """
     module = fit.module
-    order = OrderCheck(fit.runner.tensors, fit.check)
+    order = OrderCheck(fit.runner.tensors, fit.check and not fit.processes.share_samples)
 
     def step_of(batch_idx: int) -> Step:
         return current().plan.schedule[batch_idx]

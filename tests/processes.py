@@ -17,15 +17,33 @@ from pathlib import Path
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 
-from federations import LONG, MOMENTUM, ROWS, Foreign, Uneven, row, samples
+from federations import LONG, MOMENTUM, ROWS, Foreign, Learner, Uneven, module, row, samples
 from lightning_fl import ClientParallelStrategy, VectorizedClients
-from lightning_fl.aggregators import CoordinateMedian, FedAdam, GeometricMedian
+from lightning_fl.aggregators import (
+    CoordinateMedian,
+    FedAdam,
+    FedControl,
+    GeometricMedian,
+    Scaffold,
+    Staged,
+)
 from lightning_fl.callbacks import RoundCheckpoint, RunReport
 from lightning_fl.callbacks.report import client_accuracies
+from lightning_fl.objectives import Proximal
+from lightning_fl.partition import IID
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
 from lightning_fl.samplers import ClientSampler
+
+
+class Measured(Foreign):
+    """It tells the loss of each sample, for rules that want to know."""
+
+    def federated_losses(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y, reduction="none")
 
 
 class Logging(Foreign):
@@ -157,6 +175,25 @@ CASES = {name: partial(ROWS[name], None) for name in TABLE} | {
     "vectorized, fixed groups": vectorized(of(aggregator=FedAdam, policy=Uneven)),
     "vectorized, augmented": vectorized(partial(ROWS["Digits, augmented"], None)),
 }
+#: The same for processes that share the samples of a client's batches.
+SHARED = {
+    "uneven": of(lambda: module(Proximal(0.1)), partial(samples, batch_size=8), policy=Uneven),
+    "control variates": of(aggregator=lambda: Staged([2], [Scaffold("I"), Scaffold("II")])),
+    "batchnorm": of(
+        lambda: Measured(batchnorm=True, dropout=0.0, optimizer=MOMENTUM),
+        # Two samples of every batch for each of three processes: BatchNorm cannot train on one.
+        partial(samples, drop_last=True, partition=IID(), batch_size=8),
+        aggregator=FedControl,
+        policy=Learner,
+        buffers=lambda: "local",
+    ),
+    "kept": of(
+        lambda: Foreign(dropout=0.0, optimizer=MOMENTUM),
+        partial(samples, batch_size=None),
+        optimizer_state=lambda: "keep",
+        clients_per_round=lambda: 4,
+    ),
+}
 
 
 def fit(
@@ -171,7 +208,7 @@ def fit(
 ):
     """Train a case; return its parameters and its table."""
     L.seed_everything(1, verbose=False)
-    run = CASES[case]()
+    run = (SHARED if strategy == "ddp" else CASES)[case]()
     watch = Watch()
     options = {"accelerator": "cpu", "precision": precision} | run.trainer
     trainer = L.Trainer(
@@ -187,11 +224,13 @@ def fit(
         **options,
     )
     trainer.fit(run.module, datamodule=run.data, ckpt_path=ckpt_path)
+    # Before a test, for which DDP sends what process 0 has to all.
     is_wrapped = isinstance(run.module, VectorizedClients)
     user = run.module.module if is_wrapped else run.module
+    state = {name: t.clone() for name, t in user.state_dict().items()}
     tested = trainer.test(run.module, datamodule=run.data, verbose=False) if not callbacks else []
     return {
-        "state": user.state_dict(),
+        "state": state,
         "rows": run.loop.rows,
         "store": dict(run.loop.store.rows),
         "test": tested,
@@ -220,8 +259,8 @@ def train(devices, out, cases):
         save({case: fit(case, devices, folder) for case in cases}, out, devices)
 
 
-def train_all(devices, out, cases):
-    """Train cases, in float32, and interrupted."""
+def train_all(devices, out, cases, shared):
+    """Train cases, in float32, interrupted, and those in which processes share samples."""
     quiet()
     with tempfile.TemporaryDirectory() as folder:
         found = {case: fit(case, devices, folder) for case in cases}
@@ -229,6 +268,7 @@ def train_all(devices, out, cases):
         place = Path(out) / f"resumed.{devices}"
         fit(KEPT, devices, place, rounds=2, callbacks=[L.Callback()])
         found["resumed"] = fit(KEPT, devices, folder, ckpt_path=str(place / "last.ckpt"))
+        found |= {case: fit(case, devices, folder, strategy="ddp") for case in shared}
     save(found, out, devices)
 
 

@@ -430,6 +430,9 @@ MISTAKES = {
     "FedAvgg": f"{RULE}=FedAvgg",
     "lr must be a finite number of at least 0, got -1": f"{RULE}=FedAvgM {RULE}.lr=-1",
     "mixing_matrix has 1 clients, the federation": f"{RULE}=Gossip {RULE}.mixing_matrix=[[1.0]]",
+    "MLPClassifier has 9 outputs, and the largest label is 9: set 10 outputs, or number": (
+        "--model.init_args.net.init_args.sizes=[64,9]"
+    ),
     "use its whole name, such as --federation.policy.init_args.lr": "--lr=0.1",
     "EarlyStopping': the following arguments are": "--trainer.callbacks+=EarlyStopping",
     "loggers.CometLogger': Requirement 'comet-ml": "--trainer.logger=CometLogger",

@@ -17,7 +17,7 @@ from torch import nn
 import processes
 from forks import Started
 from grids import others_slow
-from lightning_fl import ClientModule, ClientParallelStrategy
+from lightning_fl import ClientModule, ClientParallelStrategy, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.federation import processes as of_fit
 from lightning_fl.policies import Schedule
@@ -51,9 +51,11 @@ def found(place, request):
     items = [item for item in request.session.items if item.path == Path(__file__)]
     asked = {item.callspec.params.get("case") for item in items if hasattr(item, "callspec")}
     asked |= {processes.KEPT, "lost clients"}
-    cases = [case for case in processes.CASES if case in asked]
+    cases, shared = (
+        [case for case in of if case in asked] for of in (processes.CASES, processes.SHARED)
+    )
     runs = [
-        Started(count, place / f"output.{count}", processes.train_all, count, place, cases)
+        Started(count, place / f"output.{count}", processes.train_all, count, place, cases, shared)
         for count in (3, 1)
     ]
     for run in runs:
@@ -106,6 +108,20 @@ def test_the_number_of_processes_changes_no_bit_and_each_knows_the_same(found, c
         # What validation and training log acts on some runs.
         assert other == (one if case in processes.ACTS else pytest.approx(one, abs=1e-6))
     assert together[0]["test"] == [pytest.approx(found, abs=1e-6) for found in alone["test"]]
+
+
+@pytest.mark.parametrize("case", processes.SHARED)
+def test_processes_that_share_samples_train_as_one_and_know_the_same(found, case):
+    alone, (first, *others) = found[1][0][case], [each[case] for each in found[3]]
+    for other in others:
+        assert hashed(other) == hashed(first)
+        assert other["store"].keys() == first["store"].keys() == alone["store"].keys()
+        for client, rows in first["store"].items():
+            assert difference(rows, other["store"][client]) == 0
+    if case != "batchnorm":  # whose statistics are those of the samples of process 0
+        assert difference(first["state"], alone["state"]) < 1e-12
+        for client, rows in alone["store"].items():
+            assert difference(rows, first["store"][client]) < 1e-12
 
 
 @pytest.mark.slow
@@ -328,11 +344,17 @@ def test_batches_of_different_clients_are_not_mixed(parallel, data, synced):
     assert isinstance(module.norm, torch.nn.SyncBatchNorm) == (synced == "in the module")
 
 
-def test_another_strategy_of_several_processes_is_refused(parallel, monkeypatch):
-    fit = parallel(strategy="ddp")
+@pytest.mark.parametrize(
+    ("strategy", "wrap", "name"),
+    [("auto", lambda m: m, "SingleDeviceStrategy"), ("ddp", VectorizedClients, "DDPStrategy")],
+)
+def test_another_strategy_of_several_processes_is_refused(
+    parallel, data, monkeypatch, strategy, wrap, name
+):
+    fit, module = parallel(strategy=strategy), wrap(client_module())
     monkeypatch.setattr(L.Trainer, "world_size", 2)
-    with pytest.raises(FederationError, match=r"DDPStrategy is not supported .*='client_parallel'"):
-        fit.callbacks[0].setup(fit, client_module(), "fit")
+    with pytest.raises(FederationError, match=rf"{name} is not supported .*='client_parallel'"):
+        fit.callbacks[0].setup(fit, module, "fit")
 
 
 def test_values_that_differ_between_processes_are_refused(monkeypatch):

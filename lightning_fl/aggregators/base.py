@@ -77,8 +77,10 @@ class Aggregator(Metric, ABC):
             federation: Description of the run.
         """
         self.federation = federation
-        # A Trainer of one process may run beside others, in processes that know each other.
+        # A Trainer of one process may run beside others, in processes that know each other. If
+        # processes share the samples of a client, every process already has all updates.
         is_alone = getattr(federation.trainer, "world_size", None) == 1
+        is_alone = is_alone or federation.shares_samples
         self.distributed_available_fn = _never if is_alone else jit_distributed_available
 
     @property

@@ -25,6 +25,7 @@ class Federation:
         sampling: Number of clients sampled per round, and the sampling scheme.
         layout: Layout of the exchanged tensors. None means that all entries are parameters.
         seed: Seed of the run.
+        shares_samples: Whether several processes train the same client on different samples.
         num_samples: Number of training samples per client at the start of the fit,
             ``[num_clients]``.
         module: The user's LightningModule.
@@ -53,6 +54,7 @@ class Federation:
     sampling: Cohort
     layout: VectorLayout | None = None
     seed: int = 0
+    shares_samples: bool = False
     num_samples: Tensor | None = None
     module: Any = None
     trainer: Any = None

@@ -60,8 +60,10 @@ class ClientUpdate:
     def __post_init__(self) -> None:
         k = len(self.clients)
         for name, value in {**{name: vars(self)[name] for name in _FIELDS}, **self.extras}.items():
-            is_matrix = name != "delta" or value.ndim == 2
-            if value is not None and (value.shape[:1] != (k,) or not is_matrix):
+            if value is None:
+                continue
+            ndim = {"delta": 2, "num_samples": 1}.get(name, value.ndim)
+            if value.shape[:1] != (k,) or value.ndim != ndim:
                 raise FederationError(
                     f"{name} must have one row for each of the {k} clients, got shape"
                     f" {tuple(value.shape)}"

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,7 +27,7 @@ from lightning_fl.federation.round_boundary import deep_copy
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.table import RoundTable
 from lightning_fl.files import error_context, short_repr
-from lightning_fl.hooks import replaced
+from lightning_fl.hooks import overrides, replaced
 from lightning_fl.runners import user_module
 from lightning_fl.runners.constants import complete
 from lightning_fl.runners.local_tensors import local_tensors
@@ -64,6 +65,8 @@ class Resume:
         self._identity: Mapping[str, Any] = {}
         #: Options by name that may differ in a resumed run, with a warning.
         self._options: Mapping[str, Any] = {}
+        #: Shapes of the policy's buffers at the start of the fit.
+        self._shapes: Mapping[str, torch.Size] = {}
         #: The checkpoint to resume, and the state of the loop in it.
         self.checkpoint: dict[str, Any] = {}
         self.pending: dict[str, Any] = {}
@@ -75,6 +78,7 @@ class Resume:
             prepared: The fit that starts.
         """
         self._identity, self._options = prepared.identity(), prepared.described()
+        self._shapes = _shapes(self._rules["policy"])
 
     def identity(self, module: LightningModule) -> dict[str, Any]:
         """Return the values that must be the same in a resumed run."""
@@ -87,7 +91,13 @@ class Resume:
 
     def state(self, fit: Fit) -> dict[str, Any]:
         """Return the current state of the loop, without the client state."""
-        module, progress = fit.runner.module, self.progress
+        module, progress, policy = fit.runner.module, self.progress, self._rules["policy"]
+        if changed := _shapes(policy).items() ^ self._shapes.items():
+            raise FederationError(
+                f"the buffer {min(changed)[0]} of {type(policy).__name__} has another shape than at"
+                " the start of the fit, so that no checkpoint could be resumed: keep what grows in"
+                " get_extra_state"
+            )
         return {
             **self.identity(module),
             "round": progress.round,
@@ -225,6 +235,7 @@ class Resume:
                 # restores parameter groups, which Lightning would do later
                 callback.on_fit_start(fit.trainer, module)
         self._check_identity({"exchanged": runner.num_parameters}, state)
+        fit.memory.check_stored(runner)
         for optimizer, saved in zip(
             fit.trainer.optimizers, checkpoint["optimizer_states"], strict=True
         ):
@@ -346,6 +357,14 @@ def load_unsaved(module: nn.Module, values: Mapping[str, Tensor]) -> None:
         raise FederationError(f"non-persistent buffers are missing or differ: {sorted(wrong)}")
     for name, value in values.items():
         now[name].copy_(value)
+
+
+def _shapes(policy: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of the saved buffers of a policy; none of one that resizes its own."""
+    if any(overrides(part, "_load_from_state_dict", nn.Module) for part in policy.modules()):
+        return {}
+    saved = policy.state_dict().items()
+    return {name: value.shape for name, value in saved if isinstance(value, Tensor)}
 
 
 def _flags(module: nn.Module) -> list[tuple[Any, str]]:

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -26,8 +27,10 @@ from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.data import FederatedData
 from lightning_fl.errors import FederationError, check_package
+from lightning_fl.federation.measures import evaluating
 from lightning_fl.federation.run_options import RunOptions
-from lightning_fl.hooks import replaced
+from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.hooks import overrides, replaced
 from lightning_fl.objectives import DPSGD, ClientModule
 from lightning_fl.runners import flat
 from lightning_fl.runners.optimizer import evaluates_often, optimizers_in, params_of
@@ -78,10 +81,12 @@ def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> Fe
 def check_trainer(trainer: Trainer, vectorized: bool) -> None:
     """Check the strategy, the precision, the callbacks and the options of the Trainer."""
     strategy = type(trainer.strategy).__name__
-    if trainer.world_size != 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
+    supported = ClientParallelStrategy if vectorized else DDPStrategy
+    if trainer.world_size != 1 and not isinstance(trainer.strategy, supported):
         raise FederationError(
-            f"{strategy} is not supported with several processes: set strategy='client_parallel',"
-            " with which each process trains different clients"
+            f"{strategy} is not supported with several processes: set strategy='client_parallel'"
+            " (each process trains different clients), or, without VectorizedClients, 'ddp' (all"
+            " processes train the same client on parts of its batches)"
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise FederationError(
@@ -223,7 +228,30 @@ def warn_of_averaged_buffers(
         )
 
 
-# --- the module and the rules --------------------------------------------------------
+# --- the module and the data, or the rules --------------------------------------------------------
+
+
+def check_network(trainer: Trainer, module: LightningModule, data: FederatedData) -> None:
+    """Check that the network of a ``ClientModule`` has an output for each class."""
+    if not isinstance(module, ClientModule) or overrides(module, "federated_losses", ClientModule):
+        return
+    labels, example = data.class_labels, data.example()
+    if labels is None or labels.is_floating_point() or example is None:
+        return
+    x, *_ = trainer.precision_plugin.convert_input(example)
+    if not isinstance(x, Tensor):
+        return
+    with evaluating(module), torch.no_grad(), seeded_rng(0, module.device):
+        try:
+            scores = module(x.to(module.device))
+        except RuntimeError:  # of shapes or the precision, which is in effect in steps only
+            return
+    count = int(labels.max()) + 1
+    if isinstance(scores, Tensor) and scores.ndim > 1 and count > scores.shape[1]:
+        raise FederationError(
+            f"{type(module.net).__name__} has {scores.shape[1]} outputs, and the largest label is"
+            f" {count - 1}: set {count} outputs, or number the classes from 0"
+        )
 
 
 def check_evaluations(trainer: Trainer, module: nn.Module) -> None:

@@ -12,7 +12,9 @@ from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
+from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.runners.base import ClientRunner
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
 
@@ -85,7 +87,7 @@ class ClientMemory:
         """
         delta = update.delta.clone() if self.transforms else update.delta
         for i, rows in enumerate(of_parts):
-            self._check(i, rows)
+            self._check(i, rows, len(update.clients))
         for row, client in enumerate(update.clients.tolist()):
             memory = self._transform(delta[row], client, round, trained)
             for i, rows in enumerate(of_parts):
@@ -93,12 +95,34 @@ class ClientMemory:
             self.store.put(client, {**of_runner[row], **memory})
         return replace(update, delta=delta)
 
-    def _check(self, i: int, rows: Mapping[str, Tensor]) -> None:
-        """Check the memory of one client that a part returned against its ``initial_memory``."""
-        declared, stored = (
-            {name: (tuple(row.shape), row.dtype) for name, row in each.items()}
-            for each in (self.initial[i], {name: row[0] for name, row in rows.items()})
-        )
+    def check_stored(self, runner: ClientRunner) -> None:
+        """Check the names and shapes of the state of all clients, which comes from a checkpoint.
+
+        Args:
+            runner: Runner of the clients.
+
+        Raises:
+            FederationError: If a client keeps a tensor that clients of this run do not keep.
+        """
+        tensors = runner.tensors.by_name
+        shapes = {runner.row_name(name): tensors[name].shape for name in runner.stored}
+        for i, initial in enumerate(self.initial):
+            shapes |= {f"{PART}{i}.{name}": first.shape for name, first in initial.items()}
+        of_owners = (TRANSFORM, "optimizer.", "number.")
+        for client, rows in self.store.rows.items():
+            for name, row in rows.items():
+                if not name.startswith(of_owners) and shapes.get(name) != row.shape:
+                    raise FederationError(
+                        f"client {client} keeps {short_repr(name)} of shape {list(row.shape)},"
+                        " and clients here do not: restore the module and the aggregator"
+                    )
+
+    def _check(self, i: int, rows: Mapping[str, Tensor], count: int) -> None:
+        """Check the memory returned by a part against its ``initial_memory``."""
+        declared = {
+            name: ((count, *first.shape), first.dtype) for name, first in self.initial[i].items()
+        }
+        stored = {name: (tuple(row.shape), row.dtype) for name, row in rows.items()}
         if stored != declared:
             raise FederationError(
                 f"{type(self.parts[i]).__name__} stores {stored} as client memory, but its"

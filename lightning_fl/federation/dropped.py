@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError
@@ -98,6 +100,10 @@ def describe_losses(
     return f"round {round}: dropped {len(dropped)} of {sampled} client updates: {listed}"
 
 
+#: Number of rounds in a row without a usable update that gives a warning.
+STREAK = 5
+
+
 def is_unusable(row: Mapping[str, Any]) -> bool:
     """Return whether a round had no usable update, from its row of the table of rounds.
 
@@ -109,7 +115,7 @@ def is_unusable(row: Mapping[str, Any]) -> bool:
 
 
 class DropWarnings:
-    """Warn at the first round with dropped updates, and at the first that kept the model.
+    """Warn at the first round with dropped updates, and summarize the fit at its end.
 
     Args:
         names: Names of all clients, if they have names.
@@ -119,6 +125,9 @@ class DropWarnings:
         self._names = names
         #: Kinds of warnings that were given.
         self.given = set[str]()
+        #: Number of rounds in a row, up to the last one, without a usable update.
+        self._streak = 0
+        self._total = Counter[str]()
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self.given:
@@ -126,7 +135,7 @@ class DropWarnings:
             rank_zero_warn(text, stacklevel=3)
 
     def note(self, plan: RoundPlan, results: Results, kept_by: str | None) -> None:
-        """Warn of an aggregated round, once per fit.
+        """Record an aggregated round. Each kind of warning is given once per fit.
 
         Args:
             plan: Plan of the round.
@@ -134,7 +143,7 @@ class DropWarnings:
             kept_by: Description of the requirement that too few updates did not meet, so that the
                 global model is unchanged; None if the model was updated.
         """
-        later, dropped = "Later rounds are in the table of rounds", results.dropped
+        later, dropped = "Later rounds are summarized at the end of the fit", results.dropped
         round, sampled = plan.round + 1, len(plan.cohort)
         if dropped:
             text = describe_losses(round, sampled, dropped, self._names)
@@ -143,20 +152,74 @@ class DropWarnings:
             returned = f"{sampled - len(dropped)} of {sampled} clients returned"
             text = f"{returned}, too few for {kept_by}: the global model is kept. {later}"
             self._warn("kept", f"round {round}: {text}")
+        self._total.update(rounds=1, lost=bool(dropped), dropped=len(dropped), sampled=sampled)
+        is_lost = kept_by is not None or len(dropped) == sampled
+        self._streak = self._streak + 1 if is_lost else 0
+        if self._streak == STREAK:
+            self._warn(
+                "streak",
+                f"no update was usable in {STREAK} rounds in a row, so the model does not learn:"
+                " see the first warning for the cause",
+            )
+
+    def summarize(self) -> None:
+        """Warn with the total of the fit if more than one round had dropped updates."""
+        total = self._total
+        if total["lost"] > 1:
+            self._warn(
+                "total",
+                f"dropped {total['dropped']} of {total['sampled']} client updates in"
+                f" {total['lost']} of {total['rounds']} rounds: dropped_clients in the table of"
+                " rounds names them",
+            )
 
 
-def describe_non_finite(tensors: Mapping[str, Tensor], loss: Tensor) -> str:
-    """Return a sentence on an update with non-finite values: where, and what its loss was.
+def loss_parts(outputs: Any) -> dict[str, Tensor]:
+    """Return the loss of a local step and the terms that it contains, by name.
 
     Args:
+        outputs: Output of ``training_step``, as Lightning passes it to hooks.
+    """
+    parts = {"loss": outputs["loss"]}
+    if "terms" in outputs:
+        parts |= {"task_loss": outputs["task_loss"], **outputs["terms"]}
+    return {name: torch.as_tensor(part).detach() for name, part in parts.items()}
+
+
+def describe_non_finite(
+    client: int,
+    tensors: Mapping[str, Tensor],
+    steps: Sequence[Mapping[str, Tensor]],
+    batches: Iterable[Any] | None,
+) -> str:
+    r"""Return sentences on an update with non-finite values: where they are, and where they began.
+
+    Args:
+        client: Id of the client.
         tensors: What the client sends or keeps, by name.
-        loss: Its loss in the first local step.
+        steps: The loss and its terms in the local steps of the client, as far as they are known.
+        batches: Training samples of the client; None if they cannot be read again.
 
     Example:
-        >>> import torch
-        >>> describe_non_finite({"w": torch.tensor(torch.nan)}, torch.tensor(5.0))
-        'Non-finite values are in w; the loss was 5 in the first local step. '
+        >>> infinite, finite = torch.tensor(torch.inf), torch.tensor(5.0)
+        >>> steps = [{"loss": finite}, {"loss": infinite}]
+        >>> text = describe_non_finite(3, {"w": infinite}, steps, [finite])
+        >>> print(text.replace(". ", "\n"), end="")
+        Non-finite values are in w
+        The loss of client 3 is not finite from local step 2 on (5 in local step 1)
+        Its training samples are finite
     """
     names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-    return f"Non-finite values are in {listed}; the loss was {loss:.3g} in the first local step. "
+    text = f"Non-finite values are in {', '.join(names[:3])}{', ...' * (len(names) > 3)}. "
+    at = next((i for i, step in enumerate(steps) if not step["loss"].isfinite()), len(steps))
+    before = max(at - 1, 0)
+    size = {name: float(part.abs().nan_to_num(torch.inf)) for name, part in steps[before].items()}
+    most = f", most of it {max(list(size)[1:], key=size.__getitem__)}" if len(size) > 1 else ""
+    known = f"{float(steps[before]['loss']):.3g} in local step {before + 1}{most}"
+    loss = f"is not finite from local step {at + 1} on ({known})"
+    text += f"The loss of client {client} {loss if at < len(steps) else f'was {known}'}. "
+    if batches is None:
+        return text
+    samples = (part for batch in batches for part in tree_leaves(batch) if isinstance(part, Tensor))
+    are = "are" if all(part.isfinite().all() for part in samples) else "are not all"
+    return f"{text}Its training samples {are} finite. "

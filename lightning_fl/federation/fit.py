@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -21,6 +23,7 @@ from lightning_fl.federation.checks import (
     check_clock,
     check_evaluations,
     check_fit,
+    check_network,
     check_phases_of_terms,
     check_policy,
     check_private_steps,
@@ -129,6 +132,7 @@ class PreparedFit:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             hint = "increase clients_per_round or client_fraction"
             check_integer("min_clients", options.min_clients, min=1, max=sampled, hint=hint)
+        check_network(trainer, user, self.data)
         with evaluating(user), seeded_rng(0, user.device):  # dropout would change the output
             options.aggregator.prepare(user, self.data.example)
         #: What trains clients one after another, and the client-side work of the aggregator that is
@@ -186,6 +190,7 @@ class PreparedFit:
             n,
             Cohort(size, n, how_drawn(options.sampler)),
             seed=self.progress.seed,
+            shares_samples=self.processes.share_samples,
             num_samples=planner.num_samples,
             module=user,
             trainer=self.trainer,
@@ -421,11 +426,24 @@ class Fit:
         self.processes.same_start(tensors)
         if not self.progress.round:
             runner.note_private()
-        if isinstance(self.module, VectorizedClients) and self.module.runner is not None:
-            self._decide(self.module)
+        if isinstance(self.module, VectorizedClients):
+            if self.module.runner is not None:
+                self._decide(self.module)
+        elif runner.trains_here and self.trainer.world_size == 1:
+            _hint_at_cores(self.module.device.type)
 
     def follow(self) -> None:
         """Take over what hooks have written to buffers of the module since the last round."""
         self.runner.adopt()
         buffers = self.runner.named_buffers.items()
         self.processes.same_start([b for n, b in buffers if n not in self.runner.private])
+
+
+def _hint_at_cores(device: str) -> None:
+    """Say how clients that train one after another on a CPU could use more of its cores."""
+    if device == "cpu" and (cores := os.cpu_count() or 1) > 1:
+        rank_zero_info(
+            f"Clients train one after another in one process. To use {cores} cores, set"
+            f" devices={cores} and strategy='client_parallel' of the Trainer, or vectorize clients"
+            " (--vectorize=auto)"
+        )

@@ -125,7 +125,7 @@ class Measures:
             models: Models to evaluate instead, ``[k, P]``.
 
         Returns:
-            Losses, ``[k]``.
+            Losses, ``[k]``, the same on processes that share samples.
         """
         means = []
         for row, client in enumerate(clients):
@@ -140,7 +140,7 @@ class Measures:
                     seed,
                 )
             means.append(torch.as_tensor(sum(p.sum() for p in parts) / sum(map(len, parts))))
-        return torch.stack(means)
+        return self._processes.same(torch.stack(means))
 
     def training_accuracy(
         self, module: LightningModule, clients: Sequence[int], round: int
@@ -174,14 +174,14 @@ class Measures:
 
         Returns:
             Gradients at the clients' models, ``[k, num_parameters]`` in float64; 0 for frozen
-            parameters.
+            parameters. The same on processes that share samples.
         """
         rows = []
         for row, client in enumerate(clients):
             seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round, client)
             with runner.client(row):
                 rows.append(self._gradient(runner, self._data.samples_of(client), seed))
-        return torch.stack(rows)
+        return self._processes.same(torch.stack(rows))
 
     def batch_gradients(
         self, runner: ClientRunner, clients: Sequence[int], round: int
@@ -207,7 +207,7 @@ class Measures:
             for row, (stream, seed) in enumerate(streams):
                 with at_model(runner, row, models[row]):
                     rows.append(self._gradient(runner, [next(stream)], seed))
-            return torch.stack(rows)
+            return self._processes.same(torch.stack(rows))
 
         return evaluated
 

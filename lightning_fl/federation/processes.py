@@ -16,7 +16,7 @@ from lightning_fl.strategies import ClientParallelStrategy, gathered
 
 
 class Processes:
-    """Processes that train different clients (``client_parallel``).
+    """Processes that train different clients, or the same client on different samples.
 
     Args:
         trainer: The Trainer of the fit.
@@ -28,6 +28,8 @@ class Processes:
         self._strategy = strategy if isinstance(strategy, ClientParallelStrategy) else None
         #: Whether the strategy distributes clients, also if there is a single process.
         self.share_clients = self._strategy is not None
+        #: Whether processes train the same client on different samples (``ddp``).
+        self.share_samples = self.count > 1 and not self.share_clients
 
     def check_same(self, what: str, value: str) -> None:
         """Check that a value is the same on all processes. Must be called on all processes.
@@ -57,6 +59,25 @@ class Processes:
         """Return the plan of a round for this process."""
         return replace(plan, rank=self.rank, world_size=self.count) if self.share_clients else plan
 
+    def _share(self, num_samples: int) -> float:
+        """Return the fraction of the samples of a batch on this process."""
+        return len(range(self.rank, num_samples, self.count)) / num_samples
+
+    def scale(self, num_samples: int) -> float:
+        r"""Return the factor by which the mean loss of this process is scaled.
+
+        DDP averages the gradients of :math:`W` processes. The gradient of a process with
+        :math:`n_r` of the :math:`n` samples of a batch is scaled by :math:`W n_r / n`.
+
+        Args:
+            num_samples: Number of samples of the whole batch, which processes share, :math:`n`.
+        """
+        return self._share(num_samples) * self.count
+
+    def mean(self, losses: Tensor, num_samples: int) -> Tensor:
+        """Return the mean losses of a whole batch from those on the samples of each process."""
+        return self.sum(losses * self._share(num_samples))
+
     def gather(self, value: Any) -> list[Any]:
         """Return the distinct values of all processes. Must be called on all processes.
 
@@ -75,6 +96,10 @@ class Processes:
         total = tensor.clone()
         torch.distributed.all_reduce(total)
         return total
+
+    def same(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of process 0 if processes train the same client."""
+        return _of_first(tensor) if self.share_samples else tensor
 
     def same_start(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors of process 0 to all processes. Must be called on all processes.

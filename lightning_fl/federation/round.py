@@ -16,7 +16,12 @@ from lightning_fl.contracts.plan import Step
 from lightning_fl.contracts.update import ClientUpdate, ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.checks import check_options, warn_of_averaged_buffers
-from lightning_fl.federation.dropped import check_causes, describe_non_finite, list_clients
+from lightning_fl.federation.dropped import (
+    check_causes,
+    describe_non_finite,
+    list_clients,
+    loss_parts,
+)
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.logs import ClientLogs
 from lightning_fl.federation.results import Results, is_finite
@@ -28,6 +33,7 @@ from lightning_fl.functional.randomness import (
     derive_seed,
     rng_state,
     seed_rng,
+    seeded_rng,
     set_rng_state,
 )
 from lightning_fl.hooks import call_hook
@@ -78,8 +84,8 @@ class Round:
         self._steps_at_start = 0  # Lightning's count at the start of the client
         self._client: ClientContext | None = None
         self._broadcast: Mapping[str, Tensor] = {}
-        #: First loss of each client in training.
-        self._reported = torch.empty(0)
+        #: First loss of each client, and the loss and its terms in each local step of one client.
+        self._reported, self._losses = torch.empty(0), list[dict[str, Tensor]]()
         layout, bits = fit.federation.known_layout, fit.aggregator.sent_bits
         self.traffic = fit.traffic = Traffic(layout, fit.memory.transforms, bits)
         # Random numbers outside of client training depend on the seed and the round only.
@@ -223,13 +229,29 @@ class Round:
 
     def report(self, step: Step, outputs: Any) -> None:
         """Record the losses of a batch: what clients report is that of their first local step."""
+        runner, processes = self.fit.runner, self.fit.processes
         if step.first:
-            self._reported = self.fit.runner.reported(outputs).double()
+            self._losses, self._reported = [], runner.reported(outputs).double()
+            if processes.share_samples:
+                self._reported = processes.mean(self._reported, self._batch_size(step))
+        # Other runners have the loss of all clients, and a module that optimizes manually may none.
+        if isinstance(runner, SequentialRunner) and "loss" in (outputs or {}):
+            self._losses.append(loss_parts(outputs))
 
     def hold_gradients(self) -> None:
         """Remove the gradients of parameters that clients do not train in this phase."""
         if self.step is not None and self.step.rows:
             self.fit.runner.hold_gradients()
+
+    def scale(self, loss: Tensor) -> None:
+        """Scale the loss by this process's share of the samples if processes share a batch."""
+        if self.fit.processes.share_samples and self.step is not None:
+            factor = self.fit.processes.scale(self._batch_size(self.step))
+            loss.register_hook(lambda gradient: gradient * factor)
+
+    def _batch_size(self, step: Step) -> int:
+        """Return the number of samples of a local step over all processes that share them."""
+        return int(self.fit.data.batch_sizes(self.plan.clients[list(step.rows)], step.start, 1))
 
     def optimizer_steps(self, local_steps: int) -> int:
         """Return the optimizer steps of the clients in this round; a client may skip some."""
@@ -274,6 +296,9 @@ class Round:
         self.results.rates |= dict(zip(clients.tolist(), rates, strict=True))
         if self.plan.is_empty:
             return
+        if fit.processes.share_samples:  # running statistics and rounding may differ
+            model = fit.runner.module
+            fit.processes.same_start((*model.parameters(), *model.buffers()))
         if self.position == 0:  # the first clients; aggregation checks after the last
             fit.runner.constants.check()
         for _, param in fit.runner.optimizer_state.params():
@@ -316,7 +341,11 @@ class Round:
         if not finite.all() and is_first and fit.runner.trains_here:
             row = int(finite.logical_not().nonzero()[0])
             parts = {n: t[row] for n, t in {**fit.runner.layout.split(delta), **beside}.items()}
-            self.results.cause = describe_non_finite(parts, self._reported[row])
+            client, steps = int(clients[row]), self._losses or [{"loss": self._reported[row]}]
+            with seeded_rng(0, fit.module.device):  # transforms of samples may draw
+                is_stream = getattr(fit.data, "is_stream", False)
+                samples = None if is_stream else fit.data.samples_of(client)
+                self.results.cause = describe_non_finite(client, parts, steps, samples)
         return replace(sent, delta=delta), dropped
 
     def _end_parts(self, delta: Tensor, lr: Tensor) -> dict[str, Tensor]:

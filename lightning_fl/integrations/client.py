@@ -313,6 +313,7 @@ class OneClient(FederatedLoop):
         refuse_schedulers(trainer, pl_module)
         self._load(pl_module)
         super().on_fit_start(trainer, pl_module)
+        self.fit.memory.check_stored(self.runner)
         if exchange_id(self.runner) != self._task.exchanged:
             raise FederationError(
                 "this client exchanges other parameters or buffers than the server: use the same"

@@ -194,6 +194,7 @@ class RemoteServer(FederatedLoop):
     def close(self) -> None:
         """Release the module; abandon a round that has no end."""
         self._abandon()
+        self._summarize()
         if self._fit is not None:
             super().teardown(self._fit.trainer, self.module, "fit")
 

@@ -105,6 +105,11 @@ class FedProto(Term):
                 f"FedProto exchanges weighted means and their weights, which {wrong} would change"
                 " each in its own way: use the rule FedAvg without update transforms"
             )
+        if federation.shares_samples:
+            raise FederationError(
+                "FedProto needs all samples of a client in one process:"
+                " use strategy='client_parallel'"
+            )
 
     def build(self, recorder: Recorder, trace: Trace) -> None:
         """Create the prototypes for the shapes of features and outputs."""

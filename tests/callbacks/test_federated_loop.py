@@ -1,5 +1,9 @@
 import copy
+import logging
 import math
+import os
+import re
+import warnings
 from contextlib import nullcontext
 from itertools import count
 
@@ -22,7 +26,7 @@ from lightning_fl.aggregators import FedAdam, FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional import RandomStream, generator
-from lightning_fl.objectives import RepresentationMatching
+from lightning_fl.objectives import Proximal, RepresentationMatching
 from lightning_fl.partition import IID, QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, HyperparameterPolicy, Schedule
 from lightning_fl.types import FederationError
@@ -339,7 +343,7 @@ def test_the_tensor_that_is_not_finite_is_named(fit, foreign):
             self.best = torch.minimum(self.best, loss.detach())
             return loss
 
-    with pytest.warns(UserWarning, match=r"Non-finite values are in best; the loss was \d"):
+    with pytest.warns(UserWarning, match=r"Non-finite values are in best\. The loss of .* was \d"):
         fit(Best().double(), FederatedLoop(buffers="average"))
 
 
@@ -354,6 +358,67 @@ def test_below_min_clients_the_server_keeps_its_model(fit, linear):
     assert torch.equal(module.net.weight, before)
     assert [row["dropped"] for row in loop.rows] == [2, 2]
     assert [row["kept"] for row in loop.rows] == [1, 1]
+
+
+class Loud(Proximal):
+    """Is much larger than the loss of the task from the second local step on."""
+
+    def forward(self, own, anchor, batch):
+        return 1e99 * super().forward(own, anchor, batch)
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_warning_names_the_first_loss_that_is_not_finite(fit, data, blobs, group_size):
+    def warning(module, federated):
+        wrapped = VectorizedClients(module, group_size, compile=False) if group_size else module
+        loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=5))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(wrapped, loop, federated)
+        return next(str(w.message) for w in caught if "round 1: dropped" in str(w.message))
+
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    loud = ClientModule(nn.Linear(6, 3), [Proximal(0.1), Loud(1.0)], sgd).double()
+    told = warning(loud, data())
+    if group_size:  # the losses of later steps are those of all clients
+        words = (
+            r"The loss of client \d was \d\.\d+ in local step 1\. Its training samples are finite"
+        )
+    else:
+        words = (
+            r"The loss of client 0 is not finite from local step 4 on \(.*e\+\d+ in local step 3,"
+        )
+        words += r" most of it Loud\)\. Its training samples are finite\. Later"
+    assert re.search(words, told), told
+    federated = data()
+    federated.train.tensors[0].fill_(torch.nan)
+    told = warning(ClientModule(nn.Linear(6, 3), (), sgd).double(), federated)
+    words = (
+        r"is not finite from local step 1 on \(nan in local step 1\)\. Its training samples are not"
+    )
+    assert re.search(words, told)
+
+
+@pytest.mark.parametrize("rounds", [4, 7])
+def test_rounds_without_a_usable_update_keep_the_model_and_five_in_a_row_warn(fit, linear, rounds):
+    module = linear()
+    before = module.net.weight.detach().clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop = fit(module, FederatedLoop(), poisoned(range(4)), rounds=rounds)
+    assert torch.equal(module.net.weight, before)
+    assert len(loop.rows) == rounds
+    told = [w for w in caught if "no update was usable in 5 rounds in a row" in str(w.message)]
+    assert len(told) == (rounds > 4)
+
+
+def test_a_fit_in_one_process_says_how_to_use_the_cores(fit, linear, caplog, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        fit(linear(), FederatedLoop(), full_batches())
+    assert "To use 4 cores, set devices=4 and strategy='client_parallel'" in caplog.text
 
 
 # --- buffers and optimizer state ------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lightning_fl.aggregators import FedAdam
 from lightning_fl.callbacks import AtomicCheckpointIO, ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.cli import main
 from lightning_fl.models.weights import load_weights
-from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient
+from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient, Schedule
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
@@ -212,6 +212,7 @@ CHANGES = {
         "cannot be loaded: 'virtual_time' is missing",
     ),
     "optimizer": (lambda t, s, path: t.pop("optimizer_states"), "'optimizer_states' is missing"),
+    "name": (lambda t, s, path: s["store"][0].update(name="x"), "client 0 keeps 'x' of shape"),
     "loops": (lambda t, s, path: t["loops"].clear(), "cannot be loaded: 'fit_loop' is missing"),
     "buffer": (
         lambda t, s, path: s["unsaved buffers"].update(x=torch.ones(3)),
@@ -271,6 +272,36 @@ def test_file_that_leaves_out_what_clients_train_is_refused(
         return
     with pytest.raises(FederationError, match=r"resumed: it leaves out net\.bias, which clients"):
         federation(2, path, make=make)
+
+
+class Growing(Schedule):
+    """Remembers the losses of all rounds."""
+
+    learns_from = frozenset({"val_loss"})
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("losses", torch.zeros(0))
+
+    def update(self, feedback):
+        self.losses = torch.cat([self.losses, torch.tensor([feedback.val_loss])])
+
+
+class Resizing(Growing):
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.losses = torch.zeros_like(state_dict[f"{prefix}losses"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_buffer_of_a_policy_that_grows_is_refused_unless_the_policy_resizes_it(
+    federation, tmp_path
+):
+    with pytest.raises(FederationError, match="the buffer losses of Growing has another shape"):
+        federation(2, loop=FederatedLoop(policy=Growing()))
+    federation(1, loop=FederatedLoop(policy=Resizing()))
+    resumed = Resizing()
+    federation(2, tmp_path / "run" / "last.ckpt", loop=FederatedLoop(policy=resumed))
+    assert len(resumed.losses) == 2
 
 
 def test_file_of_another_federation_is_refused_by_name(federation, linear, tmp_path):

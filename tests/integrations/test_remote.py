@@ -143,6 +143,14 @@ def test_damaged_or_hostile_state_of_a_client_says_what_to_do(tmp_path, write):
     assert not (tmp_path / "ran").exists()
 
 
+def test_state_of_another_module_is_refused_before_a_client_trains():
+    server, clients = federation(module, Scaffold())
+    replies_of(clients, (tasks := server.tasks()), {})
+    kept = Kept({5: {"part.0.control": torch.zeros(3)}})
+    with pytest.raises(FederationError, match=r"client 0 keeps 'part\.0\.control' of shape \[3\]"):
+        clients[0].train(replace(tasks[0], last=5), kept)
+
+
 def test_file_of_a_killed_client_leaves_nothing(tmp_path):
     (left := tmp_path / ".client-0.pt.abcdefgh.tmp").touch()
     (other := tmp_path / ".client-10.pt.abcdefgh.tmp").touch()

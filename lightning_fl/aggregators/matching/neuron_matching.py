@@ -153,6 +153,11 @@ class NeuronMatching(Aggregator):
         super().setup(federation)
         name = type(self).__name__
         federation.refuse_stage(self, "it replaces the module's network")
+        if federation.shares_samples:
+            raise FederationError(
+                f"{name} replaces the module's network, which is not supported if processes share"
+                " the samples of a client: set strategy='client_parallel'"
+            )
         if local := list(federation.local_parameters):
             raise FederationError(
                 f"{name} replaces the network by one of another width, so no parameter can stay"
