@@ -314,6 +314,12 @@ class Backdoor(DataAttack):
             check_integer("size", self.size, min=1, max=most, hint=hint)
             if self._value is None:
                 self._value = float(tensors[0].max())
+            stored = torch.tensor(self._value).to(tensors[0].dtype)
+            if not stored.is_floating_point() and float(stored) != self._value:
+                raise FederationError(
+                    f"trigger_value must be a value of stored samples ({stored.dtype}), got"
+                    f" {self._value}"
+                )
         if data.val is None:
             raise FederationError(
                 "Backdoor requires validation samples: set val_size of the data module"

@@ -11,6 +11,7 @@ import os
 import re
 import reprlib
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -235,14 +236,17 @@ class FolderLock:
         self._file = self._path.open("a")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                raise BlockingIOError  # its owner has removed the file since it was opened
+        except (BlockingIOError, FileNotFoundError):
             self._file.close()
             raise FederationError(
                 f"{folder} is in use by another run. Wait until that run ends, or choose another"
                 " folder (Trainer(default_root_dir=...), RoundCheckpoint(dirpath=...))"
             ) from None
-        except OSError:  # the file system has no locks
-            pass
+        except OSError:
+            text = f"the file system of {folder} has no locks"
+            warnings.warn(f"{text}: make sure that no other run writes to it", stacklevel=2)
         for leftover in self._folder.glob(LEFTOVERS):  # of a killed process, as no other writes
             with suppress(OSError):
                 leftover.unlink()

@@ -85,7 +85,23 @@ def test_without_locks_a_run_goes_on(tmp_path, monkeypatch):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(files.fcntl, "flock", fail)
-    FolderLock(tmp_path).release()
+    with pytest.warns(UserWarning, match="has no locks: make sure that no other run writes to it"):
+        FolderLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("is_next", [True, False])
+def test_a_lock_that_its_owner_removes_meanwhile_is_refused(tmp_path, monkeypatch, is_next):
+    """Otherwise the next run would lock another file of this name, and both would write."""
+    path = tmp_path / ".lock"
+
+    def late(*_):
+        path.unlink()
+        if is_next:
+            path.touch()
+
+    monkeypatch.setattr(files.fcntl, "flock", late)
+    with pytest.raises(FederationError, match="is in use by another run"):
+        FolderLock(tmp_path)
 
 
 def test_what_another_process_is_writing_is_left_alone_until_it_is_dead(tmp_path, other):

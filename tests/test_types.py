@@ -156,6 +156,7 @@ def test_a_plan_that_makes_no_sense_is_refused(options, words):
         {"delta": torch.zeros(3, 4)},
         {"delta": torch.zeros(2)},
         {"num_samples": torch.ones(3)},
+        {"num_samples": torch.ones(2, 1)},
         {"clients": torch.tensor([0])},
         {"num_steps": torch.ones(3)},
         {"lr": torch.ones(1)},

@@ -245,7 +245,7 @@ def test_wrong_option_raises(make, message):
         make()
 
 
-def test_attack_that_does_not_fit_raises(simulate, trainer, data, blobs, linear):
+def test_attack_that_does_not_fit_raises(simulate, trainer, data, blobs, linear, foreign):
     with pytest.raises(FederationError, match=r"an id in clients must be .*\[0, 3\], got 9"):
         simulate(ClientAttack([0, 9]))
     with pytest.raises(FederationError, match=r"an id in clients must be .*\[0, 3\], got 9"):
@@ -262,6 +262,13 @@ def test_attack_that_does_not_fit_raises(simulate, trainer, data, blobs, linear)
         simulate(Backdoor(), datamodule=unmeasured)
     with pytest.raises(FederationError, match=r"size must be .*\[1, 6\], got 7: samples have the"):
         simulate(Backdoor(size=7))
+    pictures = FederatedDataModule(
+        InMemory(torch.zeros(30, 1, 4, 4, dtype=torch.uint8), torch.arange(30) % 3),
+        InMemory(torch.zeros(3, 1, 4, 4, dtype=torch.uint8), torch.arange(3)),
+        num_clients=2,
+    )
+    with pytest.raises(FederationError, match=r"trigger_value .* \(torch.uint8\), got -1"):
+        trainer(callbacks=[Backdoor(trigger_value=-1)]).fit(foreign(), pictures)
     numbers = FederatedDataModule(InMemory(x, x[:, 0]), InMemory(x, x[:, 0]), num_clients=2)
     with pytest.raises(FederationError, match="one integer class label per sample"):
         trainer(callbacks=[LabelFlip()]).fit(linear(features=6), numbers)

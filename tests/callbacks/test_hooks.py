@@ -508,6 +508,12 @@ def test_a_callback_that_looks_at_gradients_does_not_stop_the_schedule(fit, sche
     torch.testing.assert_close(*weights, atol=1e-12, rtol=0)
 
 
+def test_a_plateau_of_steps_is_refused(fit, decaying, data):
+    module = decaying(lambda optimizer, total: {"scheduler": ReduceLROnPlateau(optimizer)})
+    with pytest.raises(FederationError, match='set interval="epoch"'):
+        fit(module, None, data(regression(), val=regression(9)))
+
+
 # --- the rate that the table shows ----------------------------------------------------------------
 
 

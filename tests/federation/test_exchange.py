@@ -185,6 +185,7 @@ def test_a_client_that_sends_nan_is_dropped_and_remembers_nothing(fit, data, gro
         (lambda k: {"more": torch.zeros(k)}, r"stores {.*'more'.* declare every name"),
         (lambda k: {"rounds": torch.zeros(k, 2)}, r"stores {\'rounds\': \(\(\d, 2\), .* declares"),
         (lambda k: {"rounds": torch.zeros(k)}, r"torch.float32\)} .* declares .* torch.int64"),
+        (lambda k: {"rounds": torch.zeros(k + 1).long()}, r"\(\(2,\), .* declares .*\(\(1,\)"),
     ],
 )
 def test_memory_that_was_not_declared_is_refused(fit, data, left, message):
