@@ -194,7 +194,8 @@ is exempt.
 
 `max_epochs` is the number of rounds. `check_val_every_n_epoch` must be a number of rounds, not
 None. With several processes, `strategy` must be `client_parallel`, which trains different clients
-on each process.
+on each process, or Lightning's `ddp`, which splits the batches of a client; `ddp` is not supported
+with `VectorizedClients`.
 
 ## Precision
 

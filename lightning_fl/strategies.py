@@ -42,6 +42,9 @@ class ClientParallelStrategy(DDPStrategy):
     process hangs, the run ends after ``timeout``. A run resumes from its last checkpoint on any
     number of processes.
 
+    If a large model needs several devices per client, use Lightning's ``ddp`` instead: all
+    processes then train the same client, each on its share of every batch.
+
     Args:
         timeout: Maximum time that a process waits for the others at the end of a round, in seconds.
         options: Keyword arguments of Lightning's ``DDPStrategy``, such as
@@ -75,7 +78,7 @@ class ClientParallelStrategy(DDPStrategy):
             if getattr(data, "plan", None) is None:
                 raise FederationError(
                     "strategy='client_parallel' requires a FederatedLoop: add one to the callbacks,"
-                    " or choose strategy='ddp' for training without a federation"
+                    " or choose strategy='ddp'"
                 )
             if self._layer_sync or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
                 raise FederationError(

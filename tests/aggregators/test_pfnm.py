@@ -361,6 +361,8 @@ def test_what_does_not_go_together(fit, data):
         fit(module(), FederatedLoop(aggregator=PFNM(**ALL, widths=[9])), data())
     with pytest.raises(FederationError, match="no client has a training sample of class 3, of 4"):
         fit(module((6, 8, 4)), FederatedLoop(aggregator=PFNM(**ALL)), data())
+    with pytest.raises(FederationError, match="has 2 outputs, and the largest label is 2"):
+        fit(module((6, 8, 2)), FederatedLoop(aggregator=PFNM(**ALL)), data())
     with pytest.raises(FederationError, match="remove one of them"):
         fit(
             module(),
