@@ -18,10 +18,13 @@ import processes
 from forks import Started
 from grids import others_slow
 from lightning_fl import ClientModule, ClientParallelStrategy, VectorizedClients
+from lightning_fl.aggregators import PFNM, FedAvg
 from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.contracts.context import Federation
 from lightning_fl.federation import processes as of_fit
+from lightning_fl.objectives import FedProto
 from lightning_fl.policies import Schedule
-from lightning_fl.types import FederationError
+from lightning_fl.types import Cohort, FederationError
 
 SCRIPT = Path(__file__).with_name("processes.py")
 #: The others are slow.
@@ -355,6 +358,14 @@ def test_another_strategy_of_several_processes_is_refused(
     monkeypatch.setattr(L.Trainer, "world_size", 2)
     with pytest.raises(FederationError, match=rf"{name} is not supported .*='client_parallel'"):
         fit.callbacks[0].setup(fit, module, "fit")
+
+
+def test_what_needs_all_samples_of_a_client_is_refused_if_processes_share_them():
+    matching = PFNM()
+    for refuse, rule in ((FedProto(1.0).check, FedAvg()), (matching.setup, matching)):
+        shared = Federation(4, Cohort(4, 4), shares_samples=True, aggregator=rule)
+        with pytest.raises(FederationError, match="strategy='client_parallel'"):
+            refuse(shared)
 
 
 def test_values_that_differ_between_processes_are_refused(monkeypatch):
