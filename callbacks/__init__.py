@@ -1,10 +1,7 @@
 """Callbacks: the federated loop, simulation of faults and attacks, evaluation and reports."""
 
 from lightning_fl.callbacks.attacks import Attack, Backdoor, ClientAttack, DataAttack, LabelFlip
-from lightning_fl.callbacks.checkpoint import (
-    AtomicCheckpointIO,
-    RoundCheckpoint,
-)
+from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, RoundCheckpoint
 from lightning_fl.callbacks.faults import ClientFaults, OnUpdates
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl.callbacks.faults import OnUpdates
 from lightning_fl.contracts.plan import RoundPlan
-from lightning_fl.errors import FederationError, first_line
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.measures import accuracy, evaluate
-from lightning_fl.functional.randomness import RandomStream, generator, run_seed, seeded_rng
+from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.options import check_choice, check_integer, check_number
 
 #: Maps inputs ``[n, ...]`` and labels ``[n]`` to modified ones of the same shapes.
@@ -31,7 +31,7 @@ class Attack(OnUpdates):
             from the seed of the run.
     """
 
-    def __init__(self, clients: float | Sequence[int]) -> None:
+    def __init__(self, clients: float | Sequence[int] = 0.2) -> None:
         if isinstance(clients, Sequence) and not isinstance(clients, str):
             for i, client in enumerate(clients):
                 check_integer(f"clients[{i}]", client, min=0)
@@ -180,25 +180,12 @@ class DataAttack(Attack):
             )
         self._data, self._classes = data, int(labels.max()) + 1
         self.prepare(data)
-        self._try_change(data.train)
         self._seed = seed = run_seed(self._loop.seed)
         who = sorted(self.attackers(seed, len(data.parts)))
         index = [self.chosen(data.parts[c], generator(seed, RandomStream.BACKDOOR, c)) for c in who]
         every = torch.cat([data.parts[0][:0], *index])
         self._loop.undo.callback(data.restore_samples)
         data.replace_samples(changed(data.train, every, self.change))
-
-    def _try_change(self, data: Any) -> None:
-        """Change the first sample, so that other samples than tuples end the fit at its start."""
-        try:
-            with seeded_rng(0):  # transforms may draw random numbers
-                _ = Changed(data, torch.tensor([0]), self.change)[0]
-        except Exception as error:
-            raise FederationError(
-                f"{type(self).__name__} cannot change a sample of the data set"
-                f" ({first_line(error)}): return a tuple (input, ..., label) of tensors from its"
-                " __getitem__"
-            ) from error
 
     def prepare(self, data: Any) -> None:  # most attacks fit all data
         """Check that the attack supports the data, before samples are changed.
@@ -257,9 +244,6 @@ class LabelFlip(DataAttack):
         [0, 3]
     """
 
-    def __init__(self, clients: float | Sequence[int] = 0.2) -> None:
-        super().__init__(clients)
-
     def change(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Flip the labels."""
         return x, self._classes - 1 - y
@@ -285,7 +269,6 @@ class Backdoor(DataAttack):
             dimension.
         trigger_value: Value of the trigger, on the scale of the stored samples (images: 0 to 255).
             None uses the maximum of the training samples in memory.
-        name: Name of the column.
 
     Raises:
         FederationError: If an option is out of range. At the start of a fit, if a client does not
@@ -306,7 +289,6 @@ class Backdoor(DataAttack):
         boost: float = 1.0,
         size: int = 3,
         trigger_value: float | None = None,
-        name: str = "backdoor_acc",
     ) -> None:
         super().__init__(clients)
         self.target = check_integer("target", target, min=0)
@@ -316,7 +298,6 @@ class Backdoor(DataAttack):
         #: Value of the trigger, and that of the run.
         self.trigger_value = check_number("trigger_value", trigger_value, optional=True)
         self._value = self.trigger_value
-        self.name = name
 
     def prepare(self, data: Any) -> None:
         """Choose the value of the trigger, and check the data."""
@@ -328,24 +309,22 @@ class Backdoor(DataAttack):
             )
         self._value = self.trigger_value
         if tensors is not None:
-            self._check(tensors[0])
+            shape = [*tensors[0].shape[1:]]
+            most, hint = min(shape[-2:], default=0), f"samples have the shape {shape}"
+            check_integer("size", self.size, min=1, max=most, hint=hint)
             if self._value is None:
                 self._value = float(tensors[0].max())
+            stored = torch.tensor(self._value).to(tensors[0].dtype)
+            if not stored.is_floating_point() and float(stored) != self._value:
+                raise FederationError(
+                    f"trigger_value must be a value of stored samples ({stored.dtype}), got"
+                    f" {self._value}"
+                )
         if data.val is None:
             raise FederationError(
                 "Backdoor requires validation samples: set val_size of the data module"
             )
         check_integer("target", self.target, min=0, max=self._classes - 1)
-
-    def _check(self, x: Tensor) -> None:
-        """Check that the trigger fits the shape and data type of the samples."""
-        most, hint = min(x.shape[1:][-2:], default=0), f"samples have the shape {[*x.shape[1:]]}"
-        check_integer("size", self.size, min=1, max=most, hint=hint)
-        if self.trigger_value is not None and not x.is_floating_point():
-            limits = torch.iinfo(x.dtype)
-            hint = "use a value of the stored samples"
-            value = self.trigger_value
-            check_number("trigger_value", value, min=limits.min, max=limits.max, hint=hint)
 
     def chosen(self, part: Tensor, random: torch.Generator) -> Tensor:
         """Return a random fraction of an attacker's samples."""
@@ -380,7 +359,7 @@ class Backdoor(DataAttack):
         loader = data.evaluation_loader(asked, use="val")
         counts = sum(evaluate(trainer, module, loader, hits_and_samples, seed=0), start=none)
         hits = self._loop.fit.processes.sum(counts)
-        pl_module.log(self.name, float(hits[0] / hits[1].clamp(min=1)))
+        pl_module.log("backdoor_acc", float(hits[0] / hits[1].clamp(min=1)))
 
     def _asked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Add the trigger; label samples of the target class with -1, which is not counted."""

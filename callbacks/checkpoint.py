@@ -126,10 +126,7 @@ class RoundCheckpoint(ModelCheckpoint):
     """
 
     def __init__(
-        self,
-        dirpath: str | None = None,
-        filename: str = "last",
-        every_n_rounds: int = 1,
+        self, dirpath: str | None = None, filename: str = "last", every_n_rounds: int = 1
     ) -> None:
         super().__init__(
             dirpath=dirpath,

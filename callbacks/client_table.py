@@ -1,9 +1,8 @@
-"""Table and figure of the scores of clients."""
+"""Table of the scores of clients, and figures of lines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -25,12 +24,12 @@ Points: TypeAlias = Sequence[tuple[float, float]]
 def write_table(
     path: Path, rows: Sequence[Mapping[str, float]], names: Sequence[str] | None = None
 ) -> None:
-    """Write the rows of clients as a table and as a figure.
+    """Write the rows of clients as a table.
 
     Args:
-        path: Path of the files, without ``.csv`` and ``.png``.
-        rows: One row per client. The figure leaves out unseen clients.
-        names: Names of all clients for the table; None if they have none.
+        path: Path of the file.
+        rows: One row per client.
+        names: Names of all clients; None if they have none.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     named: Sequence[Mapping[str, float | str]] = rows
@@ -38,10 +37,7 @@ def write_table(
         columns.insert(1, "name")
         named = [{**row, "name": names[int(row["client"])]} for row in rows]
     cells = ([row.get(name, "") for name in columns] for row in named)
-    write_atomically(path.with_name(f"{path.name}.csv"), csv_text(columns, cells))
-    seen = [row for row in rows if "unseen" not in row]
-    picture = partial(client_figure(seen).savefig, format="png", dpi=120)
-    write_atomically(path.with_name(f"{path.name}.png"), picture)
+    write_atomically(path, csv_text(columns, cells))
 
 
 def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
@@ -69,19 +65,6 @@ def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
         "worst": float(worst.mean()),
         **hurt,
     }
-
-
-def client_figure(rows: Sequence[Mapping[str, float]]) -> Figure:
-    """Plot the sorted scores of clients, one line per kind.
-
-    Example:
-        >>> figure = client_figure([{"server": 0.5, "personal": 0.9}, {"server": 0.6}])
-        >>> len(figure.axes[0].lines)
-        2
-    """
-    scores = {kind: sorted(row[kind] for row in rows if kind in row) for kind in KINDS}
-    lines = {kind: list(enumerate(values, 1)) for kind, values in scores.items() if values}
-    return line_figure({"score on local test samples": lines}, "clients, worst first")
 
 
 def line_figure(panels: Mapping[str, Mapping[str, Points]], xlabel: str) -> Figure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ from torch import Tensor
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError
-from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
-from lightning_fl.samplers.durations import HasDurations, SimulatedDurations
+from lightning_fl.samplers.durations import SimulatedDurations
 
 #: Cause under which the table of rounds counts a client whose update does not arrive in time.
 CAUSE_OF = {"dropout": "dropped_out", "crash": "crashed", "late": "late"}
@@ -55,7 +53,7 @@ class OnUpdates(Callback, ABC):
         """
 
 
-class ClientFaults(OnUpdates, HasDurations):
+class ClientFaults(OnUpdates):
     r"""Simulate client faults at random, and the duration of rounds.
 
     A client has at most one fault per round:
@@ -70,8 +68,7 @@ class ClientFaults(OnUpdates, HasDurations):
     ``dropped_out``, ``crashed``, ``late`` and ``non_finite`` of the table of rounds.
 
     Faults depend on (run seed, round, client) only, so they are the same with another aggregator.
-    They are written to ``faults.csv`` beside the table of rounds. For faults of your own, override
-    :meth:`fault_of`.
+    For faults of your own, override :meth:`fault_of`.
 
     On the virtual clock, a round takes client :math:`i`
     :math:`f_i (n_i s + \frac{\text{bytes}}{b})` seconds, where :math:`n_i` is the number of local
@@ -98,7 +95,6 @@ class ClientFaults(OnUpdates, HasDurations):
         speed_sigma: Standard deviation :math:`\sigma` of the logarithm of the speed factor, at
             most 50.
         deadline: Maximum duration of a round in seconds; None waits for all clients.
-        name: Name of the file of faults; None writes no file.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if rounds are
@@ -122,38 +118,33 @@ class ClientFaults(OnUpdates, HasDurations):
         bandwidth: float = 1e6,
         speed_sigma: float = 0.0,
         deadline: float | None = None,
-        name: str | None = "faults.csv",
     ) -> None:
         self.rates = {"dropout": dropout, "crash": crash, "nan": nan, "blowup": blowup}
         for option, value in self.rates.items():
             check_number(option, value, min=0, max=1)
         total, hint = round(sum(self.rates.values()), 9), "a client has one fault per round"
         check_number("the sum of dropout, crash, nan and blowup", total, min=0, max=1, hint=hint)
-        self.name = name
         self.durations = SimulatedDurations(
             straggler, straggler_factor, step_seconds, bandwidth, speed_sigma
         )
         self.deadline = check_number("deadline", deadline, above=0, max=math.inf, optional=True)
-        #: Faults so far: round (from 1), client, fault.
-        self.happened: list[tuple[int, int, str]] = []
         #: Virtual duration of all rounds so far, in seconds.
         self.virtual_time = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that asynchronous rounds have no deadline."""
         super().setup(trainer, pl_module, stage)
-        if stage != "fit" or self.deadline is None:
-            return
-        if (sampler := self._loop.options.sampler).is_asynchronous:
+        has_deadline = stage == "fit" and self.deadline is not None
+        if has_deadline and self._loop.options.sampler.is_asynchronous:
             raise FederationError(
                 "deadline has no meaning in asynchronous rounds, in which the server waits for no"
-                f" client: remove it, or use another sampler than {type(sampler).__name__}"
+                " client: remove it"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start at time 0, also if the callback was part of an earlier run."""
         if not self._loop.round:
-            self.happened, self.virtual_time = [], 0.0
+            self.virtual_time = 0.0
 
     def fault_of(self, seed: int, round: int, client: int) -> str | None:
         """Return the fault of a client in a round, except ``late``; None without a fault.
@@ -201,52 +192,36 @@ class ClientFaults(OnUpdates, HasDurations):
 
     def _fault(self, plan: RoundPlan, client: int) -> str | None:
         """Return the fault of a client in a round, including ``late``; None without a fault."""
-        if (fault := self.fault_of(plan.seed, plan.round, client)) is not None:
-            return fault
-        is_late = self.deadline is not None and self._seconds(plan, client) > self.deadline
-        return "late" if is_late else None
+        fault = self.fault_of(plan.seed, plan.round, client)
+        if fault is None and self.deadline is not None:
+            return "late" if self._seconds(plan, client) > self.deadline else None
+        return fault
 
     def _seconds(self, plan: RoundPlan, client: int) -> float:
         steps = int(plan.num_steps[plan.clients == client])
         return self.seconds_of(plan.seed, plan.round, client, steps)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the faults and the duration of the round."""
+        """Log the virtual time after a synchronous round; else the sampler knows it."""
         plan = self._loop.plan_of_the_round
-        if plan is None:  # the round was interrupted
-            return
-        # Traffic that is known after the round only would make others late than were dropped.
-        dropped = self._loop.dropped_in_the_round
-        faults = {
-            client: self.fault_of(plan.seed, plan.round, client)
-            or ("late" if dropped.get(client) == "late" else None)
-            for client in plan.cohort.tolist()
-        }
-        self.happened += [(plan.round + 1, c, fault) for c, fault in faults.items() if fault]
-        sampler = self._loop.options.sampler
-        if sampler.is_asynchronous:
-            self.virtual_time = sampler.metrics(plan.round)["virtual_time"]
-        else:
-            self.virtual_time += self._duration(plan, faults)
+        if plan is not None and not self._loop.options.sampler.is_asynchronous:
+            self.virtual_time += self._duration(plan)
             pl_module.log("virtual_time", self.virtual_time)
-        path = self._loop.table_path(trainer)
-        if self.name and path is not None and trainer.is_global_zero:
-            lines = ["round,client,fault", *(f"{r},{c},{f}" for r, c, f in self.happened)]
-            write_atomically(path.with_name(self.name), "\n".join(lines) + "\n")
 
-    def _duration(self, plan: RoundPlan, faults: Mapping[int, str | None]) -> float:
-        """Return the duration of a synchronous round, from the faults of its clients."""
+    def _duration(self, plan: RoundPlan) -> float:
+        """Return the duration of a synchronous round."""
+        dropped = self._loop.dropped_in_the_round
+        lost = {client for client, cause in dropped.items() if cause in CAUSE_OF.values()}
         # The server cannot tell a lost client from a slow one, so it waits until the deadline.
-        if self.deadline is not None and any(fault in CAUSE_OF for fault in faults.values()):
+        if self.deadline is not None and lost:
             return float(self.deadline)
-        times = [self._seconds(plan, c) for c, fault in faults.items() if fault not in CAUSE_OF]
+        times = [self._seconds(plan, c) for c in plan.cohort.tolist() if c not in lost]
         return max(times, default=0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the faults and the virtual time so far."""
-        return {"happened": list(self.happened), "virtual_time": self.virtual_time}
+        """Return the virtual time so far."""
+        return {"virtual_time": self.virtual_time}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the faults and the virtual time."""
-        self.happened = [(r, c, f) for r, c, f in state_dict["happened"]]
+        """Restore the virtual time."""
         self.virtual_time = state_dict["virtual_time"]

@@ -269,7 +269,6 @@ class FederatedLoop(Callback):
         round = self._current
         if not round.is_aggregated:
             self.plan_of_the_round = None
-            self._log.end_early()
             round.end_early()
             return
         metrics = round.end()

@@ -133,10 +133,6 @@ class RoundLog:
         self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in own.items()})
         self._figures = {"round": round, **own}
 
-    def end_early(self) -> None:
-        """Log an interrupted round without metrics of its own."""
-        self._figures = {}
-
     def _receive(self, log: Method) -> Method:
         """Return the replacement of Lightning's ``log_metrics``."""
 
@@ -145,7 +141,7 @@ class RoundLog:
                 self._held |= metrics
             elif self._figures is not None:
                 row = {**self._figures, **self._held, **metrics}
-                if "step" not in row and "round" in self._figures:  # not the module's own step
+                if "step" not in row:  # not the module's own step
                     row.setdefault("epoch", self._trainer.current_epoch)
                     step = int(self._figures["round"])
                 self._figures, self._held = None, {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from lightning_fl.aggregators import NeuronMatching
 from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.callbacks.client_table import KINDS, summary, write_table
 from lightning_fl.callbacks.federated_loop import loop_of
-from lightning_fl.errors import FederationError, first_line
-from lightning_fl.extras import imported
+from lightning_fl.errors import FederationError
 from lightning_fl.federation.measures import accuracy, evaluate
+from lightning_fl.files import error_context
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_integer, check_number
 from lightning_fl.runners import user_module
@@ -57,8 +58,8 @@ class PersonalizedEvaluation(Callback):
     standard deviation and variance over clients (fairness), and the mean over the worst decile of
     clients, as ``personal/mean``, ``personal/weighted``, ``personal/std``, ``personal/variance``
     and ``personal/worst``; ``personal/hurt`` is the share of clients with a lower score after
-    fine-tuning than before it. A table of clients and a figure are written beside the table of
-    rounds.
+    fine-tuning than before it. The table of clients,
+    ``clients.csv``, is written beside the table of rounds.
 
     Clients that never train, ``FederatedDataModule(unseen_clients=...)``, are evaluated in the same
     way (Wu et al., 2022). Their figures are ``unseen_server/mean``, ``unseen_personal/hurt`` and so
@@ -83,13 +84,11 @@ class PersonalizedEvaluation(Callback):
         metric: Function of module and batch that returns one score per sample, higher is better;
             None is accuracy, for batches ``(x, y)`` and a module whose ``forward`` returns one
             score per class.
-        name: Name of the files, without ``.csv`` and ``.png``.
 
     Raises:
-        FederationError: If an option is out of range, or matplotlib is not installed (extra
-            ``report``). At the start of a fit, if there is no :class:`FederatedLoop`, there are no
-            local test samples, the metric does not return one score per sample, or a module that
-            optimizes manually is to be trained.
+        FederationError: If an option is out of range. At the start of a fit, if there is no
+            :class:`FederatedLoop`, there are no local test samples, the metric does not return one
+            score per sample, or a module that optimizes manually is to be trained.
     """
 
     def __init__(
@@ -99,14 +98,12 @@ class PersonalizedEvaluation(Callback):
         lr: float | None = None,
         every_n_rounds: int | None = None,
         metric: Callable[[LightningModule, Any], Tensor] | None = None,
-        name: str = "clients",
     ) -> None:
-        imported("matplotlib", "PersonalizedEvaluation", "report")
         self.steps = check_integer("steps", steps, min=0)
         self.local_steps = check_integer("local_steps", local_steps, min=0)
         self.lr = check_number("lr", lr, above=0, optional=True)
         self.every_n_rounds = check_integer("every_n_rounds", every_n_rounds, min=1, optional=True)
-        self.metric, self.name = metric or accuracy, name
+        self.metric = metric or accuracy
         #: Table of the last evaluation, one row per client.
         self.rows: list[dict[str, float]] = []
         self._measured_at = 0
@@ -161,23 +158,16 @@ class PersonalizedEvaluation(Callback):
         runner, data = self._loop.runner, trainer.datamodule  # type: ignore[attr-defined]
         module = copied_module(runner.module, runner.constants.parameters.values())
         with seeded_rng(0, module.device):
-            batch = next(data.samples_of(0, test=True), None)
+            batches = list(islice(data.samples_of(0, test=True), 1))
             if data.is_stream:  # fine-tuning reads streams ahead
                 next(data.steps_of(0, torch.Generator()))
-        if batch is None:
-            return
-        cause: Exception | None = None
-        try:
-            scores: Any = evaluate(trainer, module, [batch], self.metric, seed=0)[0]
-            problem = "" if scores.ndim else "got a single number"
-        except Exception as error:
-            cause, problem = error, first_line(error)
-        if problem:
-            raise FederationError(
-                f"PersonalizedEvaluation needs one score per sample of {type(module).__name__}, and"
-                f" {self.metric_name} fails ({problem}): give a metric, a function of module and"
-                " batch that returns a tensor [samples]"
-            ) from cause
+        what = (
+            f"PersonalizedEvaluation needs one score per sample of {type(module).__name__}: give a"
+            " metric, a function of module and batch that returns a tensor [samples]"
+        )
+        with error_context(f"{what}, as {self.metric_name} fails", Exception):
+            for scores in evaluate(trainer, module, batches, self.metric, seed=0):
+                len(scores)  # a single number has none
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, log and write the table if an evaluation is due."""
@@ -208,7 +198,7 @@ class PersonalizedEvaluation(Callback):
         # Called on all processes: Lightning broadcasts the log folder from the first one.
         if (path := self._loop.table_path(trainer)) is not None:
             names = trainer.datamodule.client_names  # type: ignore[attr-defined]
-            write_table(path.parent / self.name, self.rows, names)
+            write_table(path.with_name("clients.csv"), self.rows, names)
         return {
             f"{prefix}{kind}/{figure}": value
             for prefix in ("", "unseen_")

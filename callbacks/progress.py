@@ -15,7 +15,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_fl.callbacks.federated_loop import loop_of
-from lightning_fl.federation.dropped import describe_causes
 from lightning_fl.options import check_integer
 
 
@@ -23,7 +22,7 @@ class RoundProgress(ProgressBar):
     """Show rounds, clients and the metrics that the module logs with ``prog_bar=True``.
 
     After a round, one line is printed with its metrics, the time that it took, an estimate of the
-    remaining time, and the dropped clients with their causes. In a terminal, a bar below shows the
+    remaining time, and the number of dropped clients. In a terminal, a bar below shows the
     clients of the current round. The estimate leaves out the first round, which compiles steps.
 
     Args:
@@ -114,8 +113,7 @@ class RoundProgress(ProgressBar):
             line = [self._line(trainer, pl_module, done, row), f"{seconds:.3g} s per round"]
             line += self._left(total - done)
             if row["dropped"]:
-                causes = describe_causes([row])
-                line.append(f"dropped {row['dropped']} of {row['clients']} clients ({causes})")
+                line.append(f"dropped {row['dropped']} of {row['clients']} clients")
             self.print(" · ".join(line), highlight=False, soft_wrap=True)
 
     def _left(self, rounds: float) -> list[str]:

@@ -10,20 +10,19 @@ import io
 import os
 import re
 import reprlib
-import socket
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, TextIO
+from typing import Any, BinaryIO
 from uuid import uuid4
 from zipfile import ZIP_STORED, ZipFile
 
 from lightning_fl.errors import FederationError
 
-#: Maximum size of a manifest or a trace in bytes: a split of about 8 million samples, or 4 million
-#: faults. Python objects take up to 25 times as much, so this is about 2 GB of memory.
+#: Maximum size of a manifest in bytes: a split of about 8 million samples. Python objects take up
+#: to 25 times as much, so this is about 2 GB of memory.
 MOST_BYTES = 2**26
 
 #: Environment variable for the default folder of data sets; without it, the folder is "data".
@@ -95,34 +94,6 @@ def read_text(path: str | Path) -> str:
             f"more than the {MOST_BYTES} bytes that lightning_fl.files.MOST_BYTES allows",
         )
     return content.decode("utf-8")
-
-
-def read_cells(path: str | Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Return the head of a trace, and the numbers and cells of its lines that are not empty.
-
-    Args:
-        path: A CSV file of at most ``MOST_BYTES`` bytes.
-
-    Raises:
-        FederationError: If the file cannot be read, or is not CSV in UTF-8.
-    """
-    try:
-        text = read_text(path).removeprefix("\ufeff")  # Excel writes a byte-order mark
-        lines = list(csv.reader(io.StringIO(text, newline=""), strict=True))
-    except (OSError, UnicodeError, csv.Error) as error:
-        raise FederationError(f"the trace {path} cannot be read: {error}") from error
-    head, *others = [[cell.strip() for cell in line] for line in lines] or [[]]
-    return head, [(number, cells) for number, cells in enumerate(others, 2) if cells]
-
-
-def is_index(cell: str) -> bool:
-    """Return whether a cell of a trace is a whole number from 0.
-
-    Example:
-        >>> is_index("12"), is_index("-1")
-        (True, False)
-    """
-    return cell.isascii() and cell.isdecimal() and len(cell) < 16
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -241,7 +212,7 @@ LEFTOVERS = f".*.{'?' * 8}.tmp"
 class FolderLock:
     """Lock a folder, so that only one run at a time writes to it.
 
-    The lock ends with the process, even if the process is killed.
+    The lock ends with the process and those that it has forked, even if they are killed.
 
     Args:
         folder: The folder. It is created if it does not exist.
@@ -257,78 +228,35 @@ class FolderLock:
         []
     """
 
-    NAME = ".lock"
-    _held: ClassVar[set[TextIO]] = set()
-
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
-        self._is_new = not self.folder.exists()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._path = self.folder / self.NAME
-        self._file = self._open()
-        # The previous owner may have removed the file since it was opened.
-        while not self._is_in_folder():
+        self._folder = Path(folder)
+        self._is_new = not self._folder.exists()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._path = self._folder / ".lock"
+        self._file = self._path.open("a")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                raise BlockingIOError  # its owner has removed the file since it was opened
+        except (BlockingIOError, FileNotFoundError):
             self._file.close()
-            self._file = self._open()
-        FolderLock._held.add(self._file)
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self._file.flush()
-        for leftover in self.folder.glob(LEFTOVERS):  # of a killed process, as no other run writes
-            with suppress(OSError):
-                leftover.unlink()
-
-    def _open(self) -> TextIO:
-        """Return the file of the lock, open and locked. A link to another file is refused."""
-
-        def opener(path: str, flags: int) -> int:
-            return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-        try:
-            file = open(self._path, "a+", errors="replace", opener=opener)  # noqa: SIM115
-        except OSError as error:
             raise FederationError(
-                f"{self._path} cannot be opened ({error.strerror}): remove it, or choose another"
-                " folder"
-            ) from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with file:
-                file.seek(0)
-                owner = short_repr(file.read(200) or "another process")
-            raise FederationError(
-                f"{self.folder} is in use by another run ({owner}). Wait until that run ends, or"
-                " choose another folder (Trainer(default_root_dir=...),"
-                " RoundCheckpoint(dirpath=...))"
+                f"{folder} is in use by another run. Wait until that run ends, or choose another"
+                " folder (Trainer(default_root_dir=...), RoundCheckpoint(dirpath=...))"
             ) from None
         except OSError:
-            warnings.warn(
-                f"the file system of {self.folder} does not support locks. Make sure that no other"
-                " run writes to the folder",
-                stacklevel=3,
-            )
-        return file
-
-    def _is_in_folder(self) -> bool:
-        own = os.fstat(self._file.fileno())
-        return self._path.exists() and os.path.samestat(own, self._path.stat())
+            text = f"the file system of {folder} has no locks"
+            warnings.warn(f"{text}: make sure that no other run writes to it", stacklevel=2)
+        for leftover in self._folder.glob(LEFTOVERS):  # of a killed process, as no other writes
+            with suppress(OSError):
+                leftover.unlink()
 
     def release(self) -> None:
         """Release the lock; an empty folder that was created for the lock is removed."""
         self._path.unlink(missing_ok=True)
-        FolderLock._held.discard(self._file)
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes may have it open, too
         self._file.close()
         if self._is_new:
             with suppress(OSError):  # it is not empty
-                self.folder.rmdir()
-
-
-def _leave_locks_to_parent() -> None:
-    """Close locks in a forked process, since it may outlive a killed parent."""
-    for file in FolderLock._held:
-        file.close()
-    FolderLock._held.clear()
-
-
-os.register_at_fork(after_in_child=_leave_locks_to_parent)
+                self._folder.rmdir()

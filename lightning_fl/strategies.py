@@ -46,8 +46,7 @@ class ClientParallelStrategy(DDPStrategy):
     processes then train the same client, each on its share of every batch.
 
     Args:
-        timeout: Maximum time that a process waits for the others at the end of a round, in seconds
-            or as a timedelta.
+        timeout: Maximum time that a process waits for the others at the end of a round, in seconds.
         options: Keyword arguments of Lightning's ``DDPStrategy``, such as
             ``process_group_backend``.
 
@@ -60,9 +59,8 @@ class ClientParallelStrategy(DDPStrategy):
         datetime.timedelta(seconds=60)
     """
 
-    def __init__(self, timeout: float | timedelta = 1800.0, **options: Any) -> None:
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        self.timeout = timedelta(seconds=check_number("timeout", seconds, above=0))
+    def __init__(self, timeout: float = 1800.0, **options: Any) -> None:
+        self.timeout = timedelta(seconds=check_number("timeout", timeout, above=0))
         super().__init__(timeout=self.timeout, **options)
         #: Whether this process has no client in the batch, but waits; set by the loop.
         self.is_idle = False

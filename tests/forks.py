@@ -1,20 +1,14 @@
-"""Processes of one federation, forked from a server that has imported everything once.
-
-To import the package takes seven seconds of a core, in each process anew.
-"""
+"""Processes of one federation, forked from that of the tests, which has imported everything."""
 
 import multiprocessing
 import os
 import socket
+import sys
 import time
+import warnings
 from pathlib import Path
-from unittest import mock
 
-HERE = Path(__file__).parent
-CONTEXT = multiprocessing.get_context("forkserver")
-#: The last two a federation of digits would import, in each process anew.
-PRELOAD = ["processes", "quick_cli", "sklearn.datasets", "torch.utils.tensorboard"]
-CONTEXT.set_forkserver_preload(PRELOAD)
+CONTEXT = multiprocessing.get_context("fork")
 
 
 class Started:
@@ -32,19 +26,17 @@ class Started:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        with mock.patch.dict(os.environ, PYTHONPATH=path):  # where the server finds `processes`
-            self.processes = [
-                CONTEXT.Process(
-                    target=_run,
-                    args=(_told(rank, count, port), str(output), function, arguments),
-                    name=f"process {rank} of {count}",
-                    daemon=True,
-                )
-                for rank in range(count)
-            ]
-            for process in self.processes:
-                process.start()
+        self.processes = [
+            CONTEXT.Process(
+                target=_run,
+                args=(_told(rank, count, port), str(output), function, arguments),
+                name=f"process {rank} of {count}",
+                daemon=True,
+            )
+            for rank in range(count)
+        ]
+        for process in self.processes:
+            process.start()
 
     def finish(self, timeout=240):
         """Wait for all of them; return their exit codes and what they printed."""
@@ -79,6 +71,10 @@ def _told(rank, count, port):
 def _run(environment, output, function, arguments):
     os.environ.update(environment)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    for number in (1, 2):
+        os.dup2(file, number)
+    # Not those of pytest, which captures what tests print and makes warnings errors.
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+    warnings.resetwarnings()
+    warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)
     function(*arguments)

@@ -19,36 +19,21 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 
-from federations import (
-    LONG,
-    MOMENTUM,
-    ROWS,
-    Foreign,
-    Learner,
-    Scheduled,
-    Uneven,
-    module,
-    row,
-    samples,
-)
+from federations import LONG, MOMENTUM, ROWS, Foreign, Learner, Uneven, module, row, samples
 from lightning_fl import ClientParallelStrategy, VectorizedClients
 from lightning_fl.aggregators import (
-    ClusteredFL,
     CoordinateMedian,
     FedAdam,
-    FedAvg,
     FedControl,
     GeometricMedian,
-    Gossip,
-    QFedAvg,
     Scaffold,
     Staged,
 )
 from lightning_fl.callbacks import RoundCheckpoint, RunReport
 from lightning_fl.callbacks.report import client_accuracies
-from lightning_fl.objectives import APFL, Proximal, RepresentationMatching
+from lightning_fl.objectives import Proximal
 from lightning_fl.partition import IID
-from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
+from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
 from lightning_fl.samplers import ClientSampler
 
@@ -170,15 +155,12 @@ KEPT = "BatchNorm, kept"
 #: Rows of the table whose logged metrics act on later rounds.
 ACTS = "BatchNorm, a policy that learns", "plateau, EarlyStopping"
 #: Of the table: what two processes of ``test_federations.py`` do not show.
-TABLE = ("FedAvg, Proximal, uneven steps", KEPT, *ACTS, "two optimizers, kept")
+TABLE = (KEPT, *ACTS)
 ONE = {"clients_per_round": lambda: 1}
 drop_last = partial(samples, drop_last=True)
 #: Functions that make federations: rows of the table, and what is about processes.
 CASES = {name: partial(ROWS[name], None) for name in TABLE} | {
-    "a client for two processes": of(partial(Foreign, metric=False), **ONE),
     "one client, median": of(aggregator=CoordinateMedian, **ONE),
-    "one client, losses": of(aggregator=FedControl, **ONE),
-    "one client, extremes": of(aggregator=QFedAvg, **ONE),
     "lost clients": of(aggregator=GeometricMedian, policy=Uneven, callbacks=lambda: [Lose()]),
     "started by hooks": of(
         Late,
@@ -196,20 +178,7 @@ CASES = {name: partial(ROWS[name], None) for name in TABLE} | {
 #: The same for processes that share the samples of a client's batches.
 SHARED = {
     "uneven": of(lambda: module(Proximal(0.1)), partial(samples, batch_size=8), policy=Uneven),
-    "matching": of(lambda: module(RepresentationMatching(0.1))),
-    "second model": of(lambda: module(APFL(0.9)), policy=Uneven),
-    "gossip": of(aggregator=lambda: Gossip("ring")),
-    "clusters": of(
-        aggregator=lambda: Staged([1], [FedAvg(), ClusteredFL(eps1=9.0, eps2=0.0, warmup=1)])
-    ),
-    "foreign": of(partial(Foreign, dropout=0.0), partial(samples, batch_size=5)),
-    "contributions": of(
-        policy=lambda: PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)
-    ),
-    "losses": of(aggregator=FedControl),
-    "control variates": of(
-        aggregator=lambda: Staged([2], [Scaffold("I"), Scaffold("II")]),
-    ),
+    "control variates": of(aggregator=lambda: Staged([2], [Scaffold("I"), Scaffold("II")])),
     "batchnorm": of(
         lambda: Measured(batchnorm=True, dropout=0.0, optimizer=MOMENTUM),
         # Two samples of every batch for each of three processes: BatchNorm cannot train on one.
@@ -217,14 +186,6 @@ SHARED = {
         aggregator=FedControl,
         policy=Learner,
         buffers=lambda: "local",
-    ),
-    "augmented": partial(ROWS["Digits, augmented"], None),
-    "schedule": of(Scheduled, partial(samples, batch_size=5)),
-    "partly local": of(
-        lambda: Foreign(dropout=0.0, optimizer=MOMENTUM),
-        partial(samples, batch_size=6),
-        local_parameters=lambda: ["net.4.*"],
-        policy=lambda: Schedule(num_steps=4, phases=[Phase("local", num_steps=2), Phase("shared")]),
     ),
     "kept": of(
         lambda: Foreign(dropout=0.0, optimizer=MOMENTUM),
@@ -299,18 +260,15 @@ def train(devices, out, cases):
 
 
 def train_all(devices, out, cases, shared):
-    """Train cases and those that share samples; with ``KEPT``, resume and have float32."""
+    """Train cases, in float32, interrupted, and those in which processes share samples."""
     quiet()
     with tempfile.TemporaryDirectory() as folder:
         found = {case: fit(case, devices, folder) for case in cases}
-        if KEPT in cases:
-            place = Path(out) / f"resumed.{devices}"
-            fit(KEPT, devices, place, rounds=2, callbacks=[L.Callback()])
-            found["resumed"] = fit(KEPT, devices, folder, ckpt_path=str(place / "last.ckpt"))
-            uneven = "FedAvg, Proximal, uneven steps"
-            found["float32"] = fit(uneven, devices, folder, precision="32-true")
-        for case in shared:
-            found[f"ddp, {case}"] = fit(case, devices, folder, strategy="ddp")
+        found["float32"] = fit("vectorized, fixed groups", devices, folder, precision="32-true")
+        place = Path(out) / f"resumed.{devices}"
+        fit(KEPT, devices, place, rounds=2, callbacks=[L.Callback()])
+        found["resumed"] = fit(KEPT, devices, folder, ckpt_path=str(place / "last.ckpt"))
+        found |= {case: fit(case, devices, folder, strategy="ddp") for case in shared}
     save(found, out, devices)
 
 

@@ -430,7 +430,6 @@ MISTAKES = {
     "FedAvgg": f"{RULE}=FedAvgg",
     "lr must be a finite number of at least 0, got -1": f"{RULE}=FedAvgM {RULE}.lr=-1",
     "mixing_matrix has 1 clients, the federation": f"{RULE}=Gossip {RULE}.mixing_matrix=[[1.0]]",
-    "does not accept samples of shape": "--model.init_args.net.init_args.sizes=[65,10]",
     "MLPClassifier has 9 outputs, and the largest label is 9: set 10 outputs, or number": (
         "--model.init_args.net.init_args.sizes=[64,9]"
     ),
@@ -506,7 +505,7 @@ def test_a_checkpoint_of_another_model_or_federation_is_an_error(cli, fitted):
     assert "the model does not match the checkpoint" in out
     assert "size mismatch for net.1.weight" in out
     assert "its seed is 1, here it is 7" in cli(*FIT, *last, "--seed_everything=7", expect=2)
-    assert "restore the original data, partition options" in cli(
+    assert "its split of the data over clients" in cli(
         *FIT, *last, "--data.init_args.partition=IID", expect=2
     )
     assert len(rounds(fitted)) == 2

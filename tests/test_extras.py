@@ -69,7 +69,6 @@ def test_the_command_line_names_its_extra_in_one_line(tmp_path):
     ("module", "extra", "use"),
     [
         ("matplotlib", "report", callbacks.RunReport),
-        ("matplotlib", "report", callbacks.PersonalizedEvaluation),
         ("matplotlib", "report", lambda: partition.plot([torch.arange(2)], torch.arange(2))),
         ("sklearn.datasets", "sklearn", lambda: datamodules.Digits().setup("fit")),
         ("sklearn.datasets", "sklearn", lambda: datamodules.Newsgroups().setup("fit")),

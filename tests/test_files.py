@@ -53,31 +53,19 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_has_one_run_and_the_message_names_it(tmp_path, other):
+def test_a_folder_has_one_run(tmp_path, other):
     kept = []
     process = other(lambda ready: (kept.append(FolderLock(tmp_path)), ready()))
-    with pytest.raises(FederationError, match=f"{tmp_path} is in use .*process {process.pid} on"):
+    with pytest.raises(FederationError, match=f"{tmp_path} is in use by another run"):
         FolderLock(tmp_path)
     process.kill()
     lock = FolderLock(tmp_path)  # at once
-    with pytest.raises(FederationError, match=f"process {os.getpid()} on"):
+    with pytest.raises(FederationError, match="is in use"):
         FolderLock(tmp_path)
     lock.release()
     assert names(tmp_path) == []
     FolderLock(tmp_path / "a").release()
     assert names(tmp_path) == []  # no empty folder
-
-
-@pytest.mark.parametrize("is_link", [True, False])
-def test_a_lock_that_is_a_link_or_a_folder_is_refused(tmp_path, is_link):
-    (tmp_path / "file").write_text("of the user")
-    if is_link:
-        (tmp_path / ".lock").symlink_to(tmp_path / "file")
-    else:
-        (tmp_path / ".lock").mkdir()
-    with pytest.raises(FederationError, match=r"\.lock cannot be opened \(.*\): remove it"):
-        FolderLock(tmp_path)
-    assert (tmp_path / "file").read_text() == "of the user"
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1+1", "-1+1", "@a", "\t=1", "-cmd|x", "=A1"])
@@ -92,35 +80,28 @@ def test_other_texts_are_written_as_they_are(text):
     assert row == [text, "1"]
 
 
-def test_a_lock_is_gone_with_its_process_although_a_forked_one_lives_on(tmp_path, other):
-    """As workers of a data loader do, for some seconds."""
-
-    def hold_and_fork(ready):
-        lock = FolderLock(tmp_path)
-        reader, writer = os.pipe()
-        if not os.fork():
-            os.write(writer, b".")  # the hooks of the fork have run
-            time.sleep(2)
-            os._exit(0)
-        os.read(reader, 1)
-        ready()
-        time.sleep(60)
-        lock.release()
-
-    other(hold_and_fork).kill()
-    FolderLock(tmp_path).release()
-
-
-def test_without_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch):
+def test_without_locks_a_run_goes_on(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(files.fcntl, "flock", fail)
-    with pytest.warns(UserWarning, match=f"file system of {tmp_path} does not support locks"):
-        lock = FolderLock(tmp_path)
-    lock.release()
-    write_atomically(tmp_path / "file", lambda file: file.write(b"x"))
-    assert names(tmp_path) == ["file"]
+    with pytest.warns(UserWarning, match="has no locks: make sure that no other run writes to it"):
+        FolderLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("is_next", [True, False])
+def test_a_lock_that_its_owner_removes_meanwhile_is_refused(tmp_path, monkeypatch, is_next):
+    """Otherwise the next run would lock another file of this name, and both would write."""
+    path = tmp_path / ".lock"
+
+    def late(*_):
+        path.unlink()
+        if is_next:
+            path.touch()
+
+    monkeypatch.setattr(files.fcntl, "flock", late)
+    with pytest.raises(FederationError, match="is in use by another run"):
+        FolderLock(tmp_path)
 
 
 def test_what_another_process_is_writing_is_left_alone_until_it_is_dead(tmp_path, other):

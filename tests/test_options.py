@@ -257,14 +257,10 @@ def test_the_options_of_every_constructor_are_found():
     assert len(options()) > 250
 
 
-def test_lists_may_be_any_sequence_but_texts():
+def test_lists_may_be_any_sequence():
     patterns = UserList(["net.*"])  # as a list of OmegaConf
     phases = UserList([Phase(patterns, num_steps=1), Phase("all")])
     loop = FederatedLoop(policy=policies.Schedule(phases=phases), local_parameters=patterns)
     assert list(loop.options.local_parameters) == ["net.*"]
     assert aggregators.PFNM(widths=UserList([4])).widths == [4]
     assert Adaptive([nn.Parameter(torch.zeros(1))], "adam", betas=UserList([0.5, 0.9]))
-    with pytest.raises(FederationError, match="local_parameters must be a list of patterns"):
-        FederatedLoop(local_parameters="net.*")
-    with pytest.raises(FederationError, match="phases must be a list of Phase"):
-        policies.Schedule(phases="local")

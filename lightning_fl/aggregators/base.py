@@ -80,9 +80,8 @@ class Aggregator(Metric, ABC):
         # A Trainer of one process may run beside others, in processes that know each other. If
         # processes share the samples of a client, every process already has all updates.
         is_alone = getattr(federation.trainer, "world_size", None) == 1
-        self.distributed_available_fn = (
-            _never if is_alone or federation.shares_samples else jit_distributed_available
-        )
+        is_alone = is_alone or federation.shares_samples
+        self.distributed_available_fn = _never if is_alone else jit_distributed_available
 
     @property
     def num_parameters(self) -> int | None:

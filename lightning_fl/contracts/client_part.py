@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,6 @@ from lightning_fl.errors import FederationError
 #: Maps the stacked parameters of the clients in training and their gradients, ``[k, *shape]`` by
 #: name, to values that are added to the gradients.
 GradientTerm = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
-
-
-class Losses(Protocol):
-    """Function that evaluates the clients in training on all their training samples."""
-
-    def __call__(self, models: Tensor | None = None) -> Tensor:
-        """Return the losses of the clients' own models, or of others, ``[k, P]``."""
 
 
 @dataclass
@@ -69,7 +62,7 @@ class ClientContext:
     num_batches: Tensor
     add_to_gradients: Callable[[GradientTerm], None]
     start_from: Callable[[Tensor], None]
-    mean_losses: Losses
+    mean_losses: Callable[..., Tensor]
     mean_gradients: Callable[[], Tensor]
     batch_gradients: Callable[[Tensor], Tensor]
     #: Local models minus the models that the clients received, ``[k, P]``. Available after

@@ -84,11 +84,6 @@ def check_phases(phases: Sequence[Phase]) -> None:
     Raises:
         FederationError: If not exactly one phase has no amount.
     """
-    if not is_list(phases) or not all(isinstance(phase, Phase) for phase in phases):
-        raise FederationError(
-            f"phases must be a list of Phase, got {phases!r}: write"
-            " [Phase('local', local_epochs=5), Phase('shared')]"
-        )
     count = sum(phase.is_open for phase in phases)
     if phases and count != 1:
         raise FederationError(

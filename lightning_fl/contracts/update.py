@@ -59,13 +59,11 @@ class ClientUpdate:
 
     def __post_init__(self) -> None:
         k = len(self.clients)
-        if self.delta.ndim != 2 or len(self.delta) != k or self.num_samples.shape != (k,):
-            raise FederationError(
-                "clients, delta and num_samples must have shapes [k], [k, P] and [k], got"
-                f" {[tuple(t.shape) for t in (self.clients, self.delta, self.num_samples)]}"
-            )
-        for name, value in {"num_steps": self.num_steps, "lr": self.lr, **self.extras}.items():
-            if value is not None and value.shape[:1] != (k,):
+        for name, value in {**{name: vars(self)[name] for name in _FIELDS}, **self.extras}.items():
+            if value is None:
+                continue
+            ndim = {"delta": 2, "num_samples": 1}.get(name, value.ndim)
+            if value.shape[:1] != (k,) or value.ndim != ndim:
                 raise FederationError(
                     f"{name} must have one row for each of the {k} clients, got shape"
                     f" {tuple(value.shape)}"

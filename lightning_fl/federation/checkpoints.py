@@ -46,14 +46,6 @@ IN_WORDS = {
     "checksum": "split of the data over clients, as a checksum,",
     "exchanged": "number of exchanged parameter values",
 }
-#: Remedies if a checkpoint belongs to another federation; others are to restore the original.
-REMEDIES = {
-    "seed": "set seed_everything to the value in the checkpoint",
-    "checksum": "restore the original data, partition options and seed",
-    "num_clients": "restore the original num_clients and unseen_clients of the data",
-    "number of parameter tensors": "restore the original network and objective terms",
-    "exchanged": "restore the network, and the parameters frozen at the start",
-}
 
 
 class Resume:
@@ -116,7 +108,7 @@ class Resume:
             "exchanged": fit.runner.num_parameters,
             "base_lr": fit.runner.base_lr,
             "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
-            "options": {**self._options, **_optimizer(fit.trainer)},
+            "options": self._options,
             **{name: deep_copy(rule.state_dict()) for name, rule in self._rules.items()},
             "unsaved buffers": deep_copy(unsaved_values(module)),
             # Set if the checkpoint contains the model validated before the end of the round.
@@ -137,17 +129,11 @@ class Resume:
             self.restore(fit)
             fit.planner.forget()
             return
-        if vars(self).get(HAS_RUN):
-            raise FederationError(
-                "the FederatedLoop has trained in an earlier fit: to continue, set ckpt_path to its"
-                " checkpoint; to start a new run, create a new FederatedLoop and Trainer"
-            )
-        for name, rule in self._rules.items():
-            if vars(rule).get(HAS_RUN) and rule.state_dict():
-                learned = ", which may load its state_dict" if name == "policy" else ""
+        for name, used in {"FederatedLoop": self, **self._rules}.items():
+            if vars(used).get(HAS_RUN) and (used is self or used.state_dict()):
                 raise FederationError(
-                    f"the {name} {type(rule).__name__} has the state of an earlier run: create a"
-                    f" new {name} for each FederatedLoop{learned}"
+                    f"the {name} has the state of an earlier run: to continue, set ckpt_path to its"
+                    f" checkpoint; to start a new run, create a new {name}"
                 )
         fit.boundary.note_start(dict(NOT_BEGUN))
 
@@ -163,7 +149,6 @@ class Resume:
         self.progress.table.complete(metrics)
         self.progress.monitored = fit.schedulers.monitored(metrics)
         self.note(fit)
-        self._store.release()
 
     # --- a checkpoint -----------------------------------------------------------------------------
 
@@ -210,10 +195,9 @@ class Resume:
             if what == "seed" and not has_seed and "PL_GLOBAL_SEED" not in os.environ:
                 continue
             if (was := state[what]) != now:
-                remedy = REMEDIES.get(what, f"restore the original {what}")
                 raise FederationError(
                     f"it belongs to another federation: its {IN_WORDS.get(what, what)} is"
-                    f" {was!s:.100}, here it is {now}. To resume, {remedy}; to start a new run,"
+                    f" {was!s:.100}, here it is {now}. To resume, restore it; to start a new run,"
                     " remove ckpt_path"
                 )
 
@@ -243,11 +227,6 @@ class Resume:
             if not state:  # Lightning does not call load_state_dict then
                 raise FederationError(NOT_OF_A_FEDERATION)
             self._load(fit, state, checkpoint)
-        if changed := changes(_optimizer(fit.trainer), state["options"]):
-            rank_zero_warn(
-                f"resuming {fit.trainer.ckpt_path} with another optimizer: {changed}. Its parameter"
-                " groups have the options of the checkpoint, such as the learning rate"
-            )
 
     def _load(self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
         module, runner = fit.runner.module, fit.runner
@@ -307,13 +286,6 @@ def changes(now: Mapping[str, Any], was: Mapping[str, Any]) -> str:
     )
 
 
-def _optimizer(trainer: Trainer) -> dict[str, str]:
-    """Return the classes of the optimizer and its schedulers, as an option of a checkpoint."""
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    kinds = [type(each).__name__ for each in (*trainer.optimizers, *schedulers)]
-    return {"optimizer": ", ".join(kinds)}
-
-
 def load_by_name(trainer: Trainer, module: LightningModule, undo: ExitStack) -> None:
     """Complete checkpoints that the Trainer loads, and name the file in any error of loading.
 
@@ -347,11 +319,12 @@ def load_by_name(trainer: Trainer, module: LightningModule, undo: ExitStack) -> 
 
 def _check_paths(trainer: Trainer, states: Mapping[str, Any]) -> None:
     """Check that the saved paths, which a callback may remove, are checkpoints of the run."""
+    names = ("best_model_path", "kth_best_model_path", "last_model_path")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
-        state = states.get(callback.state_key)
-        if not state or not isinstance(callback, ModelCheckpoint):
+        if not (state := states.get(callback.state_key)) or not isinstance(
+            callback, ModelCheckpoint
+        ):
             continue
-        names = ("best_model_path", "kth_best_model_path", "last_model_path")
         for path in filter(None, [*map(state.get, names), *state["best_k_models"]]):
             is_remote = "://" in path and not path.startswith(f"{callback.dirpath}/")
             is_other = not path.endswith(callback.FILE_EXTENSION) or ".." in PurePath(path).parts

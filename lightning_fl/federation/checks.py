@@ -26,34 +26,27 @@ from torch import Tensor, nn
 from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.data import FederatedData
-from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.federation.measures import evaluating
-from lightning_fl.federation.processes import Processes
-from lightning_fl.federation.results import is_finite
 from lightning_fl.federation.run_options import RunOptions
-from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.hooks import replaced
+from lightning_fl.hooks import overrides, replaced
 from lightning_fl.objectives import DPSGD, ClientModule
 from lightning_fl.runners import flat
 from lightning_fl.runners.optimizer import evaluates_often, optimizers_in, params_of
 from lightning_fl.runners.spectral_norm import spectral_norms
+from lightning_fl.strategies import ClientParallelStrategy
 
 #: Unsupported callbacks: the reason, and an alternative if there is one.
 #:
 #: :meta hide-value:
 REFUSED: dict[type[Callback], str] = {
-    WeightAveraging: "it averages the parameters of different clients; for momentum on the server,"
-    " use FedOpt",
-    StochasticWeightAveraging: "it averages the parameters of different clients and changes their"
-    " learning rate",
-    GradientAccumulationScheduler: "it changes the number of local steps of an optimizer step; set"
-    " accumulate_grad_batches of the Trainer",
+    WeightAveraging: "it averages different clients; for momentum on the server, use FedOpt",
+    StochasticWeightAveraging: "it averages different clients and changes their learning rate",
+    GradientAccumulationScheduler: "it changes the steps; set accumulate_grad_batches of Trainer",
     BatchSizeFinder: "it trains before the first round; set batch_size",
     LearningRateFinder: "it trains before the first round; set the learning rate",
-    ModelPruning: "it shares the pruning masks of one client with the others; prune the trained"
-    " module after the fit",
+    ModelPruning: "it shares the masks of a client with others; prune the trained module",
     SpikeDetection: "it compares the losses of different clients; non-finite updates are dropped",
 }
 
@@ -88,16 +81,12 @@ def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> Fe
 def check_trainer(trainer: Trainer, vectorized: bool) -> None:
     """Check the strategy, the precision, the callbacks and the options of the Trainer."""
     strategy = type(trainer.strategy).__name__
-    if trainer.world_size != 1 and not isinstance(trainer.strategy, DDPStrategy):
+    supported = ClientParallelStrategy if vectorized else DDPStrategy
+    if trainer.world_size != 1 and not isinstance(trainer.strategy, supported):
         raise FederationError(
             f"{strategy} is not supported with several processes: set strategy='client_parallel'"
-            " (each process trains different clients) or 'ddp' (all processes train the same"
-            " client on parts of its batches)"
-        )
-    if vectorized and Processes(trainer).share_samples:
-        raise FederationError(
-            f"{strategy} splits the samples of one client over processes, which is not supported"
-            " with VectorizedClients: set strategy='client_parallel', or remove VectorizedClients"
+            " (each process trains different clients), or, without VectorizedClients, 'ddp' (all"
+            " processes train the same client on parts of its batches)"
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise FederationError(
@@ -137,10 +126,7 @@ def check_options(trainer: Trainer, accumulated: int | None = None) -> None:
         if given != value or isinstance(given, float) != isinstance(value, float):
             raise FederationError(f"Trainer({name}={given}) is not supported: {why}")
     if trainer.check_val_every_n_epoch is None:
-        raise FederationError(
-            "Trainer(check_val_every_n_epoch=None) is not supported, because it would validate"
-            " during a round: set a number of rounds"
-        )
+        raise FederationError("check_val_every_n_epoch must be a number of rounds, got None")
 
 
 # --- the module -----------------------------------------------------------------------------------
@@ -172,7 +158,7 @@ def checked_optimizers(module: LightningModule) -> AbstractContextManager[None]:
 
 
 def check_dense(module: LightningModule) -> None:
-    """Check that the tensors of a module are dense and have a shape."""
+    """Check that the tensors of a module are dense and have a shape; others are not exchanged."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
             raise FederationError(
@@ -213,20 +199,6 @@ def check_phases_of_terms(module: LightningModule, is_trained: Callable[[str], b
             )
 
 
-def check_finite(name: str, layout: VectorLayout, vector: Tensor) -> None:
-    """Check that the initial parameters of a module are finite; otherwise no update is usable."""
-    parameters = vector[None, : layout.num_parameters]
-    if is_finite(parameters, {}).all():
-        return
-    parts = layout.split(parameters).items()
-    wrong = next(name for name, part in parts if not part.isfinite().all())
-    raise FederationError(
-        f"the parameter {wrong} of {name} has values that are not finite, so that no update of a"
-        " client would be usable: initialize it. Register a constant with infinities, such as an"
-        " attention mask, as a buffer (register_buffer)"
-    )
-
-
 def warn_of_averaged_buffers(
     module: nn.Module, shared: Mapping[str, Tensor], before: Tensor
 ) -> None:
@@ -260,33 +232,22 @@ def warn_of_averaged_buffers(
 
 
 def check_network(trainer: Trainer, module: LightningModule, data: FederatedData) -> None:
-    """Check that the network of a ``ClientModule`` fits the shape and the labels of the samples."""
-    if not isinstance(module, ClientModule) or (example := data.example()) is None:
+    """Check that the network of a ``ClientModule`` has an output for each class."""
+    if not isinstance(module, ClientModule) or overrides(module, "federated_losses", ClientModule):
+        return
+    labels, example = data.class_labels, data.example()
+    if labels is None or labels.is_floating_point() or example is None:
         return
     x, *_ = trainer.precision_plugin.convert_input(example)
     if not isinstance(x, Tensor):
-        raise FederationError(
-            "ClientModule trains on samples (x, y) of tensors, but a batch of two samples is"
-            f" {short_repr(example)}: convert them in the data set or in collate_fn"
-        )
+        return
     with evaluating(module), torch.no_grad(), seeded_rng(0, module.device):
         try:
             scores = module(x.to(module.device))
-        except RuntimeError as error:
-            if not any(word in str(error) for word in ("shape", "size", "channels")):
-                return  # unrelated to shapes: the run's precision is not in effect yet
-            raise FederationError(
-                f"{type(module.net).__name__} does not accept samples of shape"
-                f" {list(x.shape[1:])}: choose another network or other sizes. Original error:"
-                f" {error}"
-            ) from error
-    labels = data.class_labels
-    is_own = type(module).federated_losses is not ClientModule.federated_losses
-    if is_own or labels is None or labels.is_floating_point():
-        return
-    if not isinstance(scores, Tensor) or scores.ndim < 2:
-        return
-    if (count := int(labels.max()) + 1) > scores.shape[1]:
+        except RuntimeError:  # of shapes or the precision, which is in effect in steps only
+            return
+    count = int(labels.max()) + 1
+    if isinstance(scores, Tensor) and scores.ndim > 1 and count > scores.shape[1]:
         raise FederationError(
             f"{type(module.net).__name__} has {scores.shape[1]} outputs, and the largest label is"
             f" {count - 1}: set {count} outputs, or number the classes from 0"

@@ -11,7 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError
+from lightning_fl.federation.results import Results
 
 #: Descriptions of the causes with a column in every table of rounds. Callbacks may add others.
 CAUSES = {
@@ -116,51 +118,44 @@ class DropWarnings:
     """Warn at the first round with dropped updates, and summarize the fit at its end.
 
     Args:
-        rows: Rows of the table of rounds, to which the rounds of the fit are added.
         names: Names of all clients, if they have names.
     """
 
-    def __init__(
-        self, rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None
-    ) -> None:
-        self._rows, self._first, self._names = rows, len(rows), names
+    def __init__(self, names: Sequence[str] | None = None) -> None:
+        self._names = names
         #: Kinds of warnings that were given.
         self.given = set[str]()
+        #: Number of rounds in a row, up to the last one, without a usable update.
+        self._streak = 0
+        self._total = Counter[str]()
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self.given:
             self.given.add(kind)
             rank_zero_warn(text, stacklevel=3)
 
-    def note(
-        self,
-        round: int,
-        cohort: Sequence[int],
-        dropped: Mapping[int, str],
-        kept_by: str | None,
-        cause: str = "",
-    ) -> None:
-        """Record an aggregated round, before its row is added to the table.
+    def note(self, plan: RoundPlan, results: Results, kept_by: str | None) -> None:
+        """Record an aggregated round. Each kind of warning is given once per fit.
 
         Args:
-            round: Number of the round, from 1.
-            cohort: Ids of the sampled clients.
-            dropped: Causes by client id.
+            plan: Plan of the round.
+            results: Results of its clients.
             kept_by: Description of the requirement that too few updates did not meet, so that the
                 global model is unchanged; None if the model was updated.
-            cause: Sentences on an update with non-finite values.
         """
-        later = "Later rounds are summarized at the end of the fit"
+        later, dropped = "Later rounds are summarized at the end of the fit", results.dropped
+        round, sampled = plan.round + 1, len(plan.cohort)
         if dropped:
-            text = describe_losses(round, len(cohort), dropped, self._names)
-            self._warn("dropped", f"{text}. {cause}{later}")
+            text = describe_losses(round, sampled, dropped, self._names)
+            self._warn("dropped", f"{text}. {results.cause}{later}")
         if kept_by is not None:
-            returned = f"{len(cohort) - len(dropped)} of {len(cohort)} clients returned"
+            returned = f"{sampled - len(dropped)} of {sampled} clients returned"
             text = f"{returned}, too few for {kept_by}: the global model is kept. {later}"
             self._warn("kept", f"round {round}: {text}")
-        row = {"kept": kept_by is not None, "dropped": len(dropped), "clients": len(cohort)}
-        last = [*self._rows[1 - STREAK :], row]
-        if len(last) == STREAK and all(map(is_unusable, last)):
+        self._total.update(rounds=1, lost=bool(dropped), dropped=len(dropped), sampled=sampled)
+        is_lost = kept_by is not None or len(dropped) == sampled
+        self._streak = self._streak + 1 if is_lost else 0
+        if self._streak == STREAK:
             self._warn(
                 "streak",
                 f"no update was usable in {STREAK} rounds in a row, so the model does not learn:"
@@ -168,18 +163,14 @@ class DropWarnings:
             )
 
     def summarize(self) -> None:
-        """Warn with a summary of the fit if more than one round had dropped updates."""
-        rows, self._first = self._rows[self._first :], len(self._rows)
-        dropped, sampled = (sum(row[name] for row in rows) for name in ("dropped", "clients"))
-        if (lost := sum(row["dropped"] > 0 for row in rows)) > 1:
-            rank_zero_warn(
-                f"dropped {dropped} of {sampled} client updates in {lost} of {len(rows)} rounds"
-                f" ({describe_causes(rows)}): dropped_clients in the table of rounds names them"
-            )
-        if (kept := sum("kept" in row for row in rows)) > 1:
-            rank_zero_warn(
-                f"the global model was kept in {kept} of {len(rows)} rounds, in which too few"
-                " clients returned"
+        """Warn with the total of the fit if more than one round had dropped updates."""
+        total = self._total
+        if total["lost"] > 1:
+            self._warn(
+                "total",
+                f"dropped {total['dropped']} of {total['sampled']} client updates in"
+                f" {total['lost']} of {total['rounds']} rounds: dropped_clients in the table of"
+                " rounds names them",
             )
 
 
@@ -187,10 +178,10 @@ def loss_parts(outputs: Any) -> dict[str, Tensor]:
     """Return the loss of a local step and the terms that it contains, by name.
 
     Args:
-        outputs: Output of ``training_step``, as Lightning passes it to hooks; may be empty.
+        outputs: Output of ``training_step``, as Lightning passes it to hooks.
     """
-    parts = {"loss": outputs["loss"]} if outputs else {}
-    if parts and "terms" in outputs:
+    parts = {"loss": outputs["loss"]}
+    if "terms" in outputs:
         parts |= {"task_loss": outputs["task_loss"], **outputs["terms"]}
     return {name: torch.as_tensor(part).detach() for name, part in parts.items()}
 
@@ -220,34 +211,15 @@ def describe_non_finite(
     """
     names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     text = f"Non-finite values are in {', '.join(names[:3])}{', ...' * (len(names) > 3)}. "
-    if not steps:
-        return text
     at = next((i for i, step in enumerate(steps) if not step["loss"].isfinite()), len(steps))
     before = max(at - 1, 0)
     size = {name: float(part.abs().nan_to_num(torch.inf)) for name, part in steps[before].items()}
     most = f", most of it {max(list(size)[1:], key=size.__getitem__)}" if len(size) > 1 else ""
     known = f"{float(steps[before]['loss']):.3g} in local step {before + 1}{most}"
-    loss = f"was {known}"
-    if at < len(steps):
-        loss = f"is not finite from local step {at + 1} on ({known})"
-    text += f"The loss of client {client} {loss}. "
+    loss = f"is not finite from local step {at + 1} on ({known})"
+    text += f"The loss of client {client} {loss if at < len(steps) else f'was {known}'}. "
     if batches is None:
         return text
     samples = (part for batch in batches for part in tree_leaves(batch) if isinstance(part, Tensor))
     are = "are" if all(part.isfinite().all() for part in samples) else "are not all"
     return f"{text}Its training samples {are} finite. "
-
-
-def describe_causes(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the number of dropped updates per cause, in words.
-
-    Args:
-        rows: Rows of the table of rounds.
-
-    Example:
-        >>> describe_causes([{"dropped": 3, "late": 2, "low_battery": 1}])
-        'too late: 2, other causes: 1'
-    """
-    counts = {words: sum(row.get(cause, 0) for row in rows) for cause, words in CAUSES.items()}
-    counts["other causes"] = sum(row["dropped"] for row in rows) - sum(counts.values())
-    return ", ".join(f"{words}: {count}" for words, count in counts.items() if count)

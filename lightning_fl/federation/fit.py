@@ -296,7 +296,7 @@ class Fit:
         self.has_begun = False
         #: Traffic of the current or last round, which sets it.
         self.traffic: Traffic
-        self.warnings = DropWarnings(self.progress.table.rows, self.data.client_names)
+        self.warnings = DropWarnings(self.data.client_names)
         self.validation = Validation(self.trainer, self.data, self.options, self.processes)
         undo.callback(self.validation.close)
 
@@ -436,13 +436,12 @@ class Fit:
         """Take over what hooks have written to buffers of the module since the last round."""
         self.runner.adopt()
         buffers = self.runner.named_buffers.items()
-        self.processes.same_buffers({n: b for n, b in buffers if n not in self.runner.private})
+        self.processes.same_start([b for n, b in buffers if n not in self.runner.private])
 
 
 def _hint_at_cores(device: str) -> None:
     """Say how clients that train one after another on a CPU could use more of its cores."""
-    cores = os.cpu_count() or 1
-    if device == "cpu" and cores > 1:
+    if device == "cpu" and (cores := os.cpu_count() or 1) > 1:
         rank_zero_info(
             f"Clients train one after another in one process. To use {cores} cores, set"
             f" devices={cores} and strategy='client_parallel' of the Trainer, or vectorize clients"

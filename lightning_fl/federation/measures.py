@@ -114,11 +114,7 @@ class Measures:
         self._streams: list[tuple[Any, int]] = []
 
     def client_losses(
-        self,
-        runner: ClientRunner,
-        clients: Sequence[int],
-        round: int,
-        models: Tensor | None = None,
+        self, runner: ClientRunner, clients: Sequence[int], round: int, models: Tensor | None = None
     ) -> Tensor:
         """Return the mean loss of the model of each client on all its training samples.
 

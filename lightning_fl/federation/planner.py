@@ -240,8 +240,7 @@ class Planner:
         text = (
             f"in round {round + 1}, {len(short)} of {len(clients)} clients (client"
             f" {int(short[0])}) have too few local steps for all phases, so that the phase without"
-            " an amount trains nothing there: increase the local steps of the policy, which are"
-            " those of all phases together"
+            " an amount trains nothing there: increase the local steps of the policy"
         )
         if round == 0 and len(short) == len(clients):
             raise FederationError(text)

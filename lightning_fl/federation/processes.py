@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError
-from lightning_fl.runners.constants import digest
 from lightning_fl.strategies import ClientParallelStrategy, gathered
 
 
@@ -28,7 +26,7 @@ class Processes:
         self.rank, self.count = trainer.global_rank, trainer.world_size
         strategy = trainer.strategy
         self._strategy = strategy if isinstance(strategy, ClientParallelStrategy) else None
-        #: Whether processes train different clients (``client_parallel``).
+        #: Whether the strategy distributes clients, also if there is a single process.
         self.share_clients = self._strategy is not None
         #: Whether processes train the same client on different samples (``ddp``).
         self.share_samples = self.count > 1 and not self.share_clients
@@ -72,18 +70,13 @@ class Processes:
         :math:`n_r` of the :math:`n` samples of a batch is scaled by :math:`W n_r / n`.
 
         Args:
-            num_samples: Number of samples of the whole batch, :math:`n`.
+            num_samples: Number of samples of the whole batch, which processes share, :math:`n`.
         """
-        return self._share(num_samples) * self.count if self.share_samples else 1.0
+        return self._share(num_samples) * self.count
 
     def mean(self, losses: Tensor, num_samples: int) -> Tensor:
-        """Return the mean losses of the whole batch.
-
-        Args:
-            losses: Mean losses on the samples of this process.
-            num_samples: Number of samples of the whole batch.
-        """
-        return self.sum(losses * self._share(num_samples)) if self.share_samples else losses
+        """Return the mean losses of a whole batch from those on the samples of each process."""
+        return self.sum(losses * self._share(num_samples))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the distinct values of all processes. Must be called on all processes.
@@ -92,7 +85,7 @@ class Processes:
             value: Results of the clients of this process.
 
         Returns:
-            One value per process, or a single value if it is the same on all processes.
+            One value per process; this one alone if there is no ``client_parallel``.
         """
         return gathered(value) if self.share_clients else [value]
 
@@ -111,41 +104,12 @@ class Processes:
     def same_start(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors of process 0 to all processes. Must be called on all processes.
 
-        Hooks at the start of a fit may have written different values on each process.
+        Hooks may have written different values on each process, at the start of a fit or of a
+        round.
         """
         if self.count > 1:
             for tensor in tensors:
                 tensor.detach().copy_(_of_first(tensor))
-
-    def same_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Copy the buffers of process 0 that differ to all processes, as DDP does, and warn.
-
-        Must be called on all processes, at the start of each round but the first.
-
-        Args:
-            buffers: Buffers by name.
-        """
-        if self.count == 1:
-            return
-        every = gathered({name: digest({name: buffer}) for name, buffer in buffers.items()})
-        names = [n for n in buffers if any(other[n] != every[0][n] for other in every)]
-        if names:
-            rank_zero_warn(
-                f"processes have written other values to the buffer {names[0]} since the last"
-                " round, as validation_step does with its share of the samples. Each round starts"
-                " from those of process 0, so that results depend on the number of processes:"
-                " write to buffers in training_step only"
-            )
-        self.same_start(buffers[name] for name in names)
-
-    def same_model(self, module: nn.Module) -> None:
-        """Copy the model of process 0 to all processes that train the same client.
-
-        Otherwise running statistics, which depend on the samples of a process, and rounding could
-        differ.
-        """
-        if self.share_samples:
-            self.same_start((*module.parameters(), *module.buffers()))
 
 
 def _of_first(tensor: Tensor) -> Tensor:

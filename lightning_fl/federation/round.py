@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from lightning_fl.contracts.client_part import ClientContext
 from lightning_fl.contracts.plan import Step
 from lightning_fl.contracts.update import ClientUpdate, ServerState
 from lightning_fl.errors import FederationError
-from lightning_fl.federation.checks import check_finite, check_options, warn_of_averaged_buffers
+from lightning_fl.federation.checks import check_options, warn_of_averaged_buffers
 from lightning_fl.federation.dropped import (
     check_causes,
     describe_non_finite,
@@ -110,8 +109,6 @@ class Round:
         fit.runner.check_optimizers(fit.trainer.optimizers)
         now = fit.runner.read()
         self.server = self.start = self.before if all(map(torch.equal, now, self.before)) else now
-        if not self.plan.round:
-            check_finite(type(fit.module).__name__, fit.runner.layout, self.server.vector)
         self.results.counters = self.server.counters
         self._schedule = self.results.schedule = fit.schedulers.read()
         self.rng = rng_state(fit.module.device)
@@ -232,12 +229,13 @@ class Round:
 
     def report(self, step: Step, outputs: Any) -> None:
         """Record the losses of a batch: what clients report is that of their first local step."""
-        runner = self.fit.runner
+        runner, processes = self.fit.runner, self.fit.processes
         if step.first:
             self._losses, self._reported = [], runner.reported(outputs).double()
-            if self.fit.processes.share_samples:
-                self._reported = self.fit.processes.mean(self._reported, self._batch_size(step))
-        if isinstance(runner, SequentialRunner):  # others have the loss of all clients
+            if processes.share_samples:
+                self._reported = processes.mean(self._reported, self._batch_size(step))
+        # Other runners have the loss of all clients, and a module that optimizes manually may none.
+        if isinstance(runner, SequentialRunner) and "loss" in (outputs or {}):
             self._losses.append(loss_parts(outputs))
 
     def hold_gradients(self) -> None:
@@ -249,8 +247,11 @@ class Round:
         """Scale the loss by this process's share of the samples if processes share a batch."""
         if self.fit.processes.share_samples and self.step is not None:
             factor = self.fit.processes.scale(self._batch_size(self.step))
-            if factor != 1:
-                loss.register_hook(lambda gradient: gradient * factor)
+            loss.register_hook(lambda gradient: gradient * factor)
+
+    def _batch_size(self, step: Step) -> int:
+        """Return the number of samples of a local step over all processes that share them."""
+        return int(self.fit.data.batch_sizes(self.plan.clients[list(step.rows)], step.start, 1))
 
     def optimizer_steps(self, local_steps: int) -> int:
         """Return the optimizer steps of the clients in this round; a client may skip some."""
@@ -258,10 +259,6 @@ class Round:
             return local_steps
         loop: Any = self.fit.trainer.fit_loop.epoch_loop
         return int(loop.global_step) - self._steps_at_start
-
-    def _batch_size(self, step: Step) -> int:
-        """Return the number of samples of a local step over all processes that share them."""
-        return int(self.fit.data.batch_sizes(self.plan.clients[list(step.rows)], step.start, 1))
 
     def end_batch(self, batch_idx: int) -> None:
         """Collect updates after the last local step of clients; aggregate after the last client."""
@@ -299,7 +296,9 @@ class Round:
         self.results.rates |= dict(zip(clients.tolist(), rates, strict=True))
         if self.plan.is_empty:
             return
-        fit.processes.same_model(fit.runner.module)
+        if fit.processes.share_samples:  # running statistics and rounding may differ
+            model = fit.runner.module
+            fit.processes.same_start((*model.parameters(), *model.buffers()))
         if self.position == 0:  # the first clients; aggregation checks after the last
             fit.runner.constants.check()
         for _, param in fit.runner.optimizer_state.params():
@@ -394,9 +393,7 @@ class Round:
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)
         )
         self.is_aggregated = True
-        cohort = self.plan.cohort.tolist()
-        results = self.results
-        fit.warnings.note(self.plan.round + 1, cohort, results.dropped, kept_by, results.cause)
+        fit.warnings.note(self.plan, self.results, kept_by)
         fit.boundary.passed()
 
     def _merge(self) -> None:
@@ -422,8 +419,7 @@ class Round:
         rule = self.fit.aggregator
         if self.is_aggregating:  # the aggregator failed during aggregation
             rule.load_state_dict(self.fit.boundary.state()["aggregator"])
-        with suppress(FederationError):  # of a buffer with another shape, which is restored, too
-            self.fit.runner.adopt()
+        self.fit.runner.adopt()
         rule.reset()
         rule.load_client_network()
         self._leave_clients(self.before, self.schedule_before)
@@ -486,15 +482,13 @@ class Round:
         """Return a text with the round and the clients in training; None after the round."""
         if self.is_aggregated:
             return None
-        where = f"In round {self.plan.round + 1}"
+        where = [f"In round {self.plan.round + 1}"]
         if self.fit.trainer.world_size > 1:
-            where += f", process {self.fit.trainer.global_rank}"
+            where.append(f"process {self.fit.trainer.global_rank}")
         if self.is_aggregating:
-            return f"{where}, during aggregation"
-        if (step := self.step) is None or not step.rows:
-            return where
-        clients = self.plan.clients[list(step.rows)].tolist()
-        first, last = step.start + 1, step.start + step.steps
-        where += f", {list_clients(clients, self.fit.data.client_names, len(clients))}"
-        where += f", local step{'s' * (last > first)} {first}"
-        return where + (f" to {last}" if last > first else "")
+            where.append("during aggregation")
+        elif (step := self.step) is not None and step.rows:
+            clients = self.plan.clients[list(step.rows)].tolist()
+            where.append(list_clients(clients, self.fit.data.client_names))
+            where.append(f"local step {step.start + 1}")
+        return ", ".join(where)

@@ -45,15 +45,12 @@ class Schedulers:
         if not trainer.lightning_module.automatic_optimization:
             return
         stepwise = [c for c in configs if c.interval == "step"]
-        if stepwise and (len(stepwise) < len(configs) or any(c.frequency != 1 for c in stepwise)):
+        is_other = any(c.frequency != 1 or c.reduce_on_plateau for c in stepwise)
+        if is_other or 0 < len(stepwise) < len(configs):
             raise FederationError(
                 'a scheduler with interval="step" counts the local steps of each client: set'
-                ' frequency=1, and do not combine it with schedulers with interval="epoch"'
-            )
-        if any(c.reduce_on_plateau for c in stepwise):
-            raise FederationError(
-                'ReduceLROnPlateau with interval="step" is not supported, because metrics are not'
-                ' available after each local step: set interval="epoch", which counts rounds'
+                ' frequency=1, do not combine it with schedulers with interval="epoch", and set'
+                ' interval="epoch" for ReduceLROnPlateau'
             )
         self._stepwise = [c.scheduler for c in stepwise]
         self._on_plateau = [c for c in configs if c.reduce_on_plateau and c.interval == "epoch"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -39,12 +40,10 @@ class Traffic:
         Args:
             trained: Mask, ``[num_parameters]``; None means all.
         """
-        n, slices, at = self._layout.num_parameters, list[slice](), 0
+        n, slices, sizes = self._layout.num_parameters, list[slice](), self._layout.sizes
         if trained is not None:
-            for size in self._layout.sizes:
-                if at < n and size:
-                    slices.append(slice(at, at + size))
-                at += size
+            ends = zip(sizes, accumulate(sizes), strict=True)
+            slices = [slice(end - size, end) for size, end in ends if size and end <= n]
             # Read at once: a parameter is trained or frozen as a whole, and each read waits.
             flags = trained[[part.start for part in slices]].tolist()
             slices = [part for part, flag in zip(slices, flags, strict=True) if not flag]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -16,10 +15,10 @@ from lightning_fl.options import check_integer
 from lightning_fl.policies.base import local_steps
 from lightning_fl.samplers.base import ClientSampler
 from lightning_fl.samplers.clock import Flush, VirtualClock
-from lightning_fl.samplers.durations import HasDurations, SimulatedDurations, read_durations
+from lightning_fl.samplers.durations import SimulatedDurations
 
-#: Maps a client, the round in which it starts, and the number of its earlier starts to seconds.
-Seconds = Callable[[int, int, int], float]
+#: Maps a client and the round in which it starts to seconds.
+Seconds = Callable[[int, int], float]
 
 
 class AsynchronousSampler(ClientSampler):
@@ -33,8 +32,8 @@ class AsynchronousSampler(ClientSampler):
     :class:`~lightning_fl.aggregators.FedBuff` or :class:`~lightning_fl.aggregators.FedAsync`.
     A virtual clock defines the order of events (``lightning_fl.samplers.clock``).
 
-    Durations are those of a :class:`~lightning_fl.callbacks.ClientFaults` callback of the Trainer,
-    or of a ``trace``. If all clients train or wait, a place stays empty until the next aggregation;
+    Durations are those of a :class:`~lightning_fl.callbacks.ClientFaults` callback of the Trainer.
+    If all clients train or wait, a place stays empty until the next aggregation;
     ``concurrency + clients_per_round - 1`` clients keep all places taken.
 
     The clients depend on the seed of the run, the durations, ``concurrency`` and
@@ -50,14 +49,11 @@ class AsynchronousSampler(ClientSampler):
 
     Args:
         concurrency: Number of clients in training at any time.
-        trace: Path of a CSV file with the columns ``client`` and ``seconds``. A client takes the
-            durations of its lines in their order, and after the last one the first again. None uses
-            the durations of :class:`~lightning_fl.callbacks.ClientFaults`.
 
     Raises:
-        FederationError: If an option is out of range or the trace cannot be read. At the start of a
-            fit, if there are fewer clients than ``concurrency``, the aggregator ignores staleness,
-            there are no durations or two sources of them, or the number of local steps changes.
+        FederationError: If an option is out of range. At the start of a fit, if there are fewer
+            clients than ``concurrency``, the aggregator ignores staleness, or there are no
+            durations. In a round, if the number of local steps of a client changes.
 
     Example:
         >>> AsynchronousSampler(concurrency=20).is_asynchronous
@@ -66,10 +62,8 @@ class AsynchronousSampler(ClientSampler):
 
     is_asynchronous = True
 
-    def __init__(self, concurrency: int, trace: str | Path | None = None) -> None:
+    def __init__(self, concurrency: int) -> None:
         self.concurrency = check_integer("concurrency", concurrency, min=1)
-        self.trace = None if trace is None else str(trace)
-        self._trace = None if trace is None else read_durations(trace)
         #: The clock of the fit; None before a fit begins.
         self._clock: VirtualClock | None = None
         self._federation: Federation | None = None
@@ -93,43 +87,23 @@ class AsynchronousSampler(ClientSampler):
                 "AsynchronousSampler needs clients whose samples do not change in the run, and the"
                 " data module has stream_steps: remove stream_steps, or use another sampler"
             )
-        self._check_durations(federation)
-
-    def _check_durations(self, federation: Federation) -> None:
-        """Check that there is one source of durations, and that it has all clients."""
-        simulated = self._simulated(federation)
-        if self._trace is None:
-            if simulated is None:
-                raise FederationError(
-                    "AsynchronousSampler needs the durations of clients: add the callback"
-                    " ClientFaults(step_seconds=..., speed_sigma=...) to the Trainer, or set trace"
-                )
-            return
-        if simulated not in (None, SimulatedDurations()):
+        if self._simulated(federation) is None:
             raise FederationError(
-                "the trace of AsynchronousSampler and ClientFaults both set the durations of"
-                " clients: remove trace, or the duration options of ClientFaults (step_seconds,"
-                " bandwidth, speed_sigma, straggler, straggler_factor)"
-            )
-        clients = set(range(federation.num_clients))
-        if wrong := sorted(clients ^ self._trace.keys()):
-            what = "has no durations of" if wrong[0] in clients else "has durations of the unknown"
-            raise FederationError(
-                f"the trace {self.trace} {what} client {wrong[0]}: it needs at least one line for"
-                f" each of the clients 0 to {federation.num_clients - 1}, and no others"
+                "AsynchronousSampler needs the durations of clients: add the callback"
+                " ClientFaults(step_seconds=..., speed_sigma=...) to the Trainer"
             )
 
     def _simulated(self, federation: Federation) -> SimulatedDurations | None:
         """Return the durations of a callback of the Trainer; None if there is none."""
         callbacks = [] if federation.trainer is None else federation.trainer.callbacks
-        return next((c.durations for c in callbacks if isinstance(c, HasDurations)), None)
+        return next((c.durations for c in callbacks if hasattr(c, "durations")), None)
 
     # --- the clock --------------------------------------------------------------------------------
 
     def begin(self, federation: Federation) -> None:
-        """Check the number of local steps, and set the clock to 0."""
+        """Set the clock to 0. Durations are those of the local steps in the first round."""
         self._federation, n = federation, federation.num_clients
-        self._steps = self._fixed_steps(federation)
+        self._steps = _steps_of(federation, 0, torch.arange(n))
         seed = federation.seed
 
         def order(version: int) -> Sequence[int]:
@@ -143,13 +117,11 @@ class AsynchronousSampler(ClientSampler):
 
     def _seconds(self, federation: Federation) -> Seconds:
         """Return the function of durations."""
-        if (trace := self._trace) is not None:
-            return lambda client, round, start: trace[client][start % len(trace[client])]
         simulated, seed = self._simulated(federation), federation.seed
         assert simulated is not None  # checked in setup
         assert federation.traffic is not None
         num_bytes, steps = sum(federation.traffic), self._steps.tolist()
-        return lambda client, round, start: simulated.seconds_of(
+        return lambda client, round: simulated.seconds_of(
             seed, round, client, steps[client], num_bytes
         )
 
@@ -159,11 +131,7 @@ class AsynchronousSampler(ClientSampler):
         Args:
             round: Index of the round, from 0.
         """
-        if self._clock is None:
-            raise FederationError(
-                "AsynchronousSampler knows the durations of clients in a fit only: use it in a"
-                " FederatedLoop"
-            )
+        assert self._clock is not None, "the clock runs in a fit only"
         return self._clock.flush(round)
 
     def sample(
@@ -178,7 +146,12 @@ class AsynchronousSampler(ClientSampler):
         clients = torch.tensor(self.flush(round).clients)
         assert self._federation is not None
         if (wrong := _steps_of(self._federation, round, clients) != self._steps[clients]).any():
-            raise _changing(self._federation.policy, round, int(clients[wrong][0]))
+            raise FederationError(
+                "AsynchronousSampler needs the duration of a client's work when it starts, and"
+                f" {type(self._federation.policy).__name__} changes the number of local steps"
+                f" (client {int(clients[wrong][0])}, round {round + 1}): use a policy with a fixed"
+                " amount of work, such as Schedule(num_steps=...) or Schedule(local_epochs=...)"
+            )
         return clients
 
     def metrics(self, round: int) -> dict[str, float]:
@@ -191,25 +164,6 @@ class AsynchronousSampler(ClientSampler):
             "staleness_max": max(staleness),
         }
 
-    # --- the amount of work -----------------------------------------------------------------------
-
-    def _fixed_steps(self, federation: Federation) -> Tensor:
-        """Return the number of local steps of each client, which must be the same in all rounds."""
-        policy, everyone = federation.policy, torch.arange(federation.num_clients)
-        steps = _steps_of(federation, 0, everyone)
-        rounds = federation.trainer.max_epochs
-        for round in {1, 2, max(rounds or 0, 1) - 1}:
-            if (wrong := _steps_of(federation, round, everyone) != steps).any():
-                raise _changing(policy, round, int(everyone[wrong][0]))
-        for client in (everyone[:1], everyone[-1:]):  # alone
-            if _steps_of(federation, 0, client) != steps[client]:
-                raise _changing(policy, 0, int(client))
-        if policy.learns:
-            bound = policy.max_local_steps(0, federation.data.batches_per_epoch)
-            if bound != int(steps.max()):
-                raise _changing(policy, 0, int(steps.argmax()))
-        return steps
-
 
 def _steps_of(federation: Federation, round: int, clients: Tensor) -> Tensor:
     """Return the number of local steps of clients in a round, ``[k]``."""
@@ -220,13 +174,3 @@ def _steps_of(federation: Federation, round: int, clients: Tensor) -> Tensor:
             " rounds all clients that finish take part: use another policy"
         )
     return local_steps(values, federation.data.batches_per_epoch[clients])
-
-
-def _changing(policy: object, round: int, client: int) -> FederationError:
-    return FederationError(
-        "AsynchronousSampler needs the duration of a client's work when it starts, and"
-        f" {type(policy).__name__} changes the number of local steps (client {client}, round"
-        f" {round + 1}): use a policy with a fixed amount of work, such as Schedule(num_steps=...)"
-        " or Schedule(local_epochs=...). ClientFaults(straggler=..., speed_sigma=...) simulates"
-        " slow clients"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -48,18 +48,18 @@ class VirtualClock:
         concurrency: Maximum number of clients in training, at most :math:`N`.
         buffer_size: Number of finished clients that flush the buffer, at most :math:`N`.
         order: Maps a version to the ids of all clients, in the order in which free ones start.
-        seconds: Maps a client, the version from which it starts, and the number of its earlier
-            starts to the duration of its work in seconds.
+        seconds: Maps a client and the version from which it starts to the duration of its work in
+            seconds.
 
     Raises:
-        FederationError: If a duration is negative or not finite, or the time is not finite.
+        FederationError: If a duration is negative or not finite.
 
     Example:
         Client 0 takes 1 second, client 1 takes 3, client 2 takes 2. Two train at a time, and each
         arrival is a flush:
 
         >>> seconds = (1.0, 3.0, 2.0)
-        >>> clock = VirtualClock(3, 2, 1, lambda v: range(3), lambda c, v, k: seconds[c])
+        >>> clock = VirtualClock(3, 2, 1, lambda v: range(3), lambda c, v: seconds[c])
         >>> [(f.time, f.clients, f.started) for f in map(clock.flush, range(4))]
         [(1.0, (0,), (0,)), (2.0, (0,), (1,)), (3.0, (0,), (2,)), (3.0, (1,), (0,))]
     """
@@ -70,7 +70,7 @@ class VirtualClock:
         concurrency: int,
         buffer_size: int,
         order: Callable[[int], Iterable[int]],
-        seconds: Callable[[int, int, int], float],
+        seconds: Callable[[int, int], float],
     ) -> None:
         self.num_clients, self.concurrency = num_clients, concurrency
         self.buffer_size, self._order, self._seconds = buffer_size, order, seconds
@@ -85,7 +85,6 @@ class VirtualClock:
         self._buffer: list[tuple[int, int]] = []
         #: Clients that are not free.
         self._busy: set[int] = set()
-        self._starts: Counter[int] = Counter()
         self._next: Iterator[int] = iter(self._order(0))
         #: The last two flushes: callbacks ask for the last round after the next one is planned.
         self._recent: deque[Flush] = deque(maxlen=2)
@@ -128,18 +127,11 @@ class VirtualClock:
             client = next((client for client in self._next if client not in self._busy), None)
             if client is None:
                 return
-            duration = self._seconds(client, self._version, self._starts[client])
+            duration = self._seconds(client, self._version)
             if not 0 <= duration < math.inf:
                 raise FederationError(
                     f"the duration of client {client} in round {self._version + 1} is"
                     f" {duration} seconds: it must be finite and at least 0"
                 )
-            if self._time + duration == math.inf:
-                raise FederationError(
-                    f"client {client} starts at {float(self._time):g} s and takes"
-                    f" {float(duration):g} s, which is more than the virtual clock can hold:"
-                    " decrease the durations"
-                )
-            self._starts[client] += 1
             self._busy.add(client)
             heappush(self._training, (self._time + duration, client, self._version))

@@ -1,16 +1,12 @@
-"""Durations of client work on the virtual clock, from a model or from a trace."""
+"""Durations of client work on the virtual clock."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from lightning_fl.errors import FederationError
-from lightning_fl.files import is_index, read_cells, short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
 
@@ -22,7 +18,8 @@ class SimulatedDurations:
     Client :math:`i` takes :math:`f_i (n_i s + \frac{\text{bytes}}{b})` seconds, where
     :math:`n_i` is the number of local steps, bytes are those that it receives and sends, and
     :math:`f_i = e^{\sigma z_i}`, :math:`z_i \sim N(0, 1)`, is a factor that is fixed for the
-    client. Stragglers take ``straggler_factor`` times as long.
+    client. Stragglers take ``straggler_factor`` times as long. For durations of your own, override
+    :meth:`seconds_of`, and set ``durations`` of :class:`~lightning_fl.callbacks.ClientFaults`.
 
     Args:
         straggler: Probability that a client is slow in a round.
@@ -70,53 +67,3 @@ class SimulatedDurations:
         if float(torch.rand((), generator=round_rng)) < self.straggler:
             factor *= self.straggler_factor
         return factor * (steps * self.step_seconds + num_bytes / self.bandwidth)
-
-
-class HasDurations:
-    """Base class of callbacks that simulate the durations of clients."""
-
-    durations: SimulatedDurations
-
-
-def read_durations(path: str | Path) -> Mapping[int, Sequence[float]]:
-    """Read a trace of the durations of clients.
-
-    Args:
-        path: Path of a CSV file with the columns ``client`` and ``seconds``; further columns are
-            ignored. The lines of a client are its durations, in their order in the file.
-
-    Returns:
-        Durations by client id, in seconds.
-
-    Raises:
-        FederationError: If the file cannot be read, or a line is invalid.
-    """
-    names, lines = read_cells(path)
-    if not {"client", "seconds"} <= set(names) or len(set(names)) < len(names):
-        raise FederationError(
-            f"the first line of the trace {path} must name the columns client and seconds, each"
-            f" column once, got {short_repr(','.join(names))}"
-        )
-    durations: dict[int, list[float]] = {}
-    for number, line in lines:
-        cells = dict(zip(names, line, strict=False))
-        client, seconds = cells.get("client", ""), _positive(cells.get("seconds", ""))
-        if seconds is None or not is_index(client) or len(line) != len(names):
-            raise FederationError(
-                f"line {number} of the trace {path} must contain a client (from 0) and a finite"
-                f" number of seconds above 0, in {len(names)} cells, got"
-                f" {short_repr(','.join(line))}"
-            )
-        durations.setdefault(int(client), []).append(seconds)
-    if not durations:
-        raise FederationError(f"the trace {path} has no durations: add a line for each client")
-    return durations
-
-
-def _positive(cell: str) -> float | None:
-    """Return a finite number above 0; None for other texts."""
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if 0 < value < math.inf else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,8 +62,8 @@ class WeightedSampler(ClientSampler):
             samples.
 
     Raises:
-        FederationError: If the number of weights differs from the number of clients, or fewer
-            weights are positive than clients are sampled.
+        FederationError: If a weight is negative. In a round, if the number of weights differs from
+            the number of clients, or fewer weights are positive than clients are sampled.
 
     Example:
         >>> WeightedSampler([0.0, 1.0, 1.0]).sample(0, 2, torch.ones(3), torch.Generator()).sum()
@@ -72,30 +71,16 @@ class WeightedSampler(ClientSampler):
     """
 
     def __init__(self, weights: Literal["samples"] | Sequence[float] = "samples") -> None:
-        if isinstance(weights, np.ndarray | Tensor):
-            weights = weights.tolist()
-        if not isinstance(weights, Sequence) or (isinstance(weights, str) and weights != "samples"):
-            raise FederationError(f"weights must be 'samples' or numbers, got {weights!r}")
-        for i, weight in enumerate(() if isinstance(weights, str) else weights):
-            check_number(f"weights[{i}]", weight, min=0)
-        self.weights = weights
-
-    def setup(self, federation: Federation) -> None:
-        """Check that the weights match the clients."""
-        if federation.num_samples is not None:
-            self._positive(federation.num_samples, federation.sampling.size)
+        self.weights: str | list[float] = "samples"
+        if not isinstance(weights, str) or weights != "samples":
+            self.weights = [
+                check_number(f"weights[{i}]", weight, min=0) for i, weight in enumerate(weights)
+            ]
 
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
     ) -> Tensor:
         """Return ids drawn sequentially with probabilities proportional to the weights."""
-        weights = self._positive(num_samples, count)
-        # Exponential race: the first k draws are k weighted draws without replacement.
-        noise = torch.empty(len(weights), dtype=torch.float64).exponential_(generator=generator)
-        return (noise / weights).argsort()[:count]
-
-    def _positive(self, num_samples: Tensor, count: int) -> Tensor:
-        """Return the weights; check that at least ``count`` of them are positive."""
         given = num_samples if isinstance(self.weights, str) else self.weights
         weights = torch.as_tensor(given, dtype=torch.float64)
         if len(weights) != len(num_samples):
@@ -106,7 +91,9 @@ class WeightedSampler(ClientSampler):
         check_integer(
             "the number of clients with a positive weight", positive, min=count, hint=hint
         )
-        return weights
+        # Exponential race: the first k draws are k weighted draws without replacement.
+        noise = torch.empty(len(weights), dtype=torch.float64).exponential_(generator=generator)
+        return (noise / weights).argsort()[:count]
 
 
 class RoundRobinSampler(ClientSampler):

@@ -4,25 +4,14 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import FedAvg, FedNova, Scaffold
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import IID
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
-from lightning_fl.samplers import ClientSampler
 from lightning_fl.testing import Run, check_federation
 from lightning_fl.types import FederationError
-
-
-class Only(ClientSampler):
-    """Sample given clients."""
-
-    def __init__(self, clients):
-        self.clients = clients
-
-    def sample(self, round, count, num_samples, generator):
-        return torch.tensor(self.clients)
+from only import Only
 
 
 @pytest.fixture
@@ -40,19 +29,15 @@ def stepwise(module):
     return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-@pytest.mark.parametrize("accumulated", [2, 3])
-def test_the_check_of_a_federation_passes(data, foreign, accumulated):
+def test_one_client_trains_as_in_plain_lightning(data, foreign):
     def make():
         module = foreign(dropout=0.0)
         module.configure_optimizers = lambda: stepwise(module)
-        trainer = {"accumulate_grad_batches": accumulated}
+        trainer = {"accumulate_grad_batches": 2}
         return Run(module, data(num_clients=3), FederatedLoop(buffers="average"), trainer=trainer)
 
-    columns = "order", "resume", "vectorized", "plain"
-    results = check_federation(make, columns=columns, steps=5)
-    expected = ["equal", "equal", "refused", "equal"]
-    assert [result.outcome for result in results] == expected, results
-    assert "accumulates gradients (accumulate_grad_batches)" in results[2].detail
+    (result,) = check_federation(make, columns=("plain",), steps=5)
+    assert result.outcome == "equal", result
 
 
 def test_the_last_step_of_a_client_updates_it_as_by_hand(fit, linear, regression, flat):
@@ -113,21 +98,6 @@ def test_clients_report_the_loss_of_a_batch(fit, foreign):
         fit(foreign(dropout=0.0), loop, rounds=1, accumulate_grad_batches=accumulated)
         losses.append(list(loop.losses_in_the_round.values()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-
-
-def test_vectorized_clients_train_one_after_another(fit, foreign, flat):
-    found = []
-    for wrap in (lambda m: m, VectorizedClients):
-        module = foreign(dropout=0.0, batchnorm=False)
-        wrapped = wrap(module) if wrap is not VectorizedClients else VectorizedClients(module, 2)
-        if wrap is VectorizedClients:
-            with pytest.warns(match="one client after another.*accumulates gradients"):
-                fit(wrapped, accumulate_grad_batches=2)
-            assert wrapped.reason is None  # of this fit only
-        else:
-            fit(wrapped, accumulate_grad_batches=2)
-        found.append(flat(module))
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("rule", [Scaffold(), FedNova()], ids=lambda rule: type(rule).__name__)

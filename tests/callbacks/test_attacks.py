@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
@@ -168,30 +167,6 @@ def test_a_backdoor_by_hand(simulate, data):
     assert 0 < sum(hits) < 40  # else samples of the target's class could be among them
 
 
-def test_a_trigger_is_as_bright_as_the_samples_of_the_run(simulate, data, blobs):
-    """Also if the callback was part of a run on others."""
-    x, y = blobs().tensors
-    seen = []
-
-    class Look(Backdoor):
-        def on_train_start(self, trainer, pl_module):
-            seen.append(float(trainer.datamodule.train.tensors[0].max()))
-
-    attack = Look([0], size=1)
-    for scale in (5.0, 1.0):
-        simulate(attack, rounds=1, datamodule=data(train=TensorDataset(scale * x, y)))
-    assert seen == [5.0 * float(x.max()), float(x.max())]
-
-
-def test_a_picture_is_marked_in_its_corner():
-    x, y = Backdoor(size=2, trigger_value=7.0, target=4).change(
-        torch.zeros(3, 1, 5, 5), torch.arange(3)
-    )
-    assert (x[:, :, 3:, 3:] == 7).all()
-    assert x.sum() == 3 * 4 * 7
-    assert y.tolist() == [4, 4, 4]
-
-
 def test_a_scaled_backdoor_takes_over_the_average_and_clipping_stops_it(simulate):
     attack = {"target": 0, "size": 2, "trigger_value": 8.0, "boost": 8.0}
     _, plain = simulate(Backdoor([0], **attack), rounds=4, clients=8)
@@ -217,7 +192,7 @@ def test_samples_are_given_back_once_training_has_ended_or_failed(simulate, data
         def on_fit_end(self, trainer, pl_module):
             seen.append(trainer.datamodule.train.tensors)
 
-    attacks = LabelFlip(0.5), Backdoor([1], name="other")
+    attacks = LabelFlip(0.5), Backdoor([1])
     with pytest.raises(KeyError) if ends else nullcontext():
         simulate(Look(), *attacks, *ends, datamodule=samples)
     assert bool(seen) != bool(ends)
@@ -255,29 +230,14 @@ def test_another_seed_than_the_checkpoints_is_refused(kept):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ClientAttack(1.5), "clients must be a number in \\[0, 1\\)"),
         (lambda: ClientAttack(0.1, "label"), "kind must be sign_flip, noise or scale"),
-        (lambda: ClientAttack(0.1, boost=-1.0), "boost must be a finite number of at least 0"),
         (
             lambda: LabelFlip(1),
             "clients must be a number in \\[0, 1\\), got 1: pass a fraction .* or a list",
         ),
-        (lambda: LabelFlip([1.7]), r"clients\[0\] must be an integer of at least 0, got 1.7"),
         (lambda: LabelFlip([-1]), r"clients\[0\] must be an integer of at least 0, got -1"),
         (lambda: LabelFlip("abc"), "clients must be a number .* or a list of client ids"),
-        (lambda: LabelFlip(True), "clients must be a number .* or a list of client ids"),
-        (
-            lambda: Backdoor(trigger_value=float("nan")),
-            "trigger_value must be a finite number, or None, got nan",
-        ),
-        (lambda: LabelFlip(-0.1), "clients must be a number in \\[0, 1\\)"),
-        (
-            lambda: Backdoor(poison_fraction=0.0),
-            r"poison_fraction must be a number in \(0, 1\], got 0.0",
-        ),
-        (lambda: Backdoor(boost=float("inf")), "boost must be a finite number of at least 0"),
-        (lambda: Backdoor(target=-1), "target must be an integer of at least 0"),
-        (lambda: Backdoor(size=0), "size must be an integer of at least 1"),
+        (lambda: Backdoor(poison_fraction=0.0), r"poison_fraction must be a number in \(0, 1\]"),
     ],
 )
 def test_wrong_option_raises(make, message):
@@ -307,38 +267,13 @@ def test_attack_that_does_not_fit_raises(simulate, trainer, data, blobs, linear,
         InMemory(torch.zeros(3, 1, 4, 4, dtype=torch.uint8), torch.arange(3)),
         num_clients=2,
     )
-    with pytest.raises(FederationError, match=r"value must be a number in .0, 255., got 300"):
-        trainer(callbacks=[Backdoor(trigger_value=300)]).fit(foreign(), pictures)
+    with pytest.raises(FederationError, match=r"trigger_value .* \(torch.uint8\), got -1"):
+        trainer(callbacks=[Backdoor(trigger_value=-1)]).fit(foreign(), pictures)
     numbers = FederatedDataModule(InMemory(x, x[:, 0]), InMemory(x, x[:, 0]), num_clients=2)
     with pytest.raises(FederationError, match="one integer class label per sample"):
         trainer(callbacks=[LabelFlip()]).fit(linear(features=6), numbers)
     with pytest.raises(FederationError, match="LabelFlip requires a FederatedLoop"):
         trainer(loop=False, callbacks=[LabelFlip()]).fit(linear(), data())
-
-
-@pytest.mark.parametrize(
-    ("attack", "sample", "message"),
-    [
-        (LabelFlip(), {"x": torch.zeros(6), "y": 0}, r"LabelFlip cannot change .* return a tuple"),
-        (LabelFlip(), ("word", 0), r"LabelFlip cannot change .* return a tuple"),
-        (
-            Backdoor(trigger_value=1.0),
-            (np.zeros(6), 0),
-            "Backdoor cannot change .*AttributeError",
-        ),
-    ],
-)
-def test_samples_of_another_form_are_refused_before_the_first_round(
-    trainer, linear, attack, sample, message
-):
-    class Other(Samples):
-        def __getitem__(self, i):
-            return sample
-
-    train = Other(torch.zeros(8, 6), torch.zeros(8, dtype=torch.int64))
-    data = FederatedDataModule(train, num_clients=2, val_size=2)
-    with pytest.raises(FederationError, match=message):
-        trainer(callbacks=[attack]).fit(linear(features=6), data)
 
 
 def test_a_backdoor_is_measured_on_batches_of_the_validation_loader(fit, blobs):

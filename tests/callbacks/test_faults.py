@@ -29,21 +29,17 @@ class Written(ClientFaults):
         return self.faults.get((round + 1, client))
 
 
-def test_faults_are_those_of_the_seed_whatever_the_rule_and_are_in_a_file(simulate):
-    runs = [(ClientFaults(dropout=0.3, blowup=0.2), rule) for rule in (None, CoordinateMedian())]
-    loops = [simulate(faults, aggregator=rule)[1] for faults, rule in runs]
-    assert runs[0][0].happened == runs[1][0].happened
-    path = loops[0].table_path(loops[0].fit.trainer).with_name("faults.csv")
-    lines = [",".join(map(str, each)) for each in runs[0][0].happened]
-    assert path.read_text().splitlines() == ["round,client,fault", *lines]
-    assert len(lines) > 4
+def test_faults_are_those_of_the_seed_whatever_the_rule(simulate):
+    rules = None, CoordinateMedian()
+    loops = [simulate(ClientFaults(dropout=0.3), aggregator=rule)[1] for rule in rules]
+    one, other = ([row["dropped_clients"] for row in loop.rows] for loop in loops)
+    assert one == other
+    assert any(one)
 
 
 def test_a_callback_of_an_earlier_run_starts_anew(simulate):
     faults = ClientFaults(dropout=0.3)
-    (_, one), happened = simulate(faults), faults.happened
-    _, two = simulate(faults)
-    assert (two.rows, faults.happened) == (one.rows, happened)
+    assert simulate(faults)[1].rows == simulate(faults)[1].rows
 
 
 def test_a_subclass_says_what_happens(simulate):
@@ -76,8 +72,8 @@ def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, wra
         " values). Non-finite values are in net.weight, net.bias. The loss of client 0 was 1 in"
         " local step 2. Its training samples are finite. Later rounds are summarized at the end of"
         " the fit",
-        "dropped 4 of 12 client updates in 3 of 3 rounds (dropped out: 1, crashed: 1, too late: 1,"
-        " non-finite values: 1): dropped_clients in the table of rounds names them",
+        "dropped 4 of 12 client updates in 3 of 3 rounds: dropped_clients in the table of rounds"
+        " names them",
     ]
     columns = ("dropped", "dropped_out", "crashed", "late", "non_finite")
     table = [[row[name] for name in columns] for row in loop.rows]
@@ -177,7 +173,6 @@ def test_who_is_late_is_told_as_it_was_dropped(simulate):
     _, loop = simulate(faults, wrap=moving)
     assert [row["bytes_up"] for row in loop.rows] == [4 * 71 * 8] * 3
     assert [row["late"] for row in loop.rows] == [0, 0, 0]
-    assert faults.happened == []
 
 
 def test_faults_are_as_likely_as_said():
@@ -198,24 +193,11 @@ def test_stragglers_are_slow_as_often_as_said(simulate):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ClientFaults(dropout=1.2), "dropout must be a number in \\[0, 1\\], got 1.2"),
         (lambda: ClientFaults(dropout=0.6, nan=0.6), r"\[0, 1\], got 1.2: a client has one fault"),
-        (
-            lambda: ClientFaults(straggler_factor=0.5),
-            "straggler_factor must be a finite number of at least 1",
-        ),
         (lambda: ClientFaults(bandwidth=0.0), r"bandwidth must be a number in \(0, inf\], got 0.0"),
-        (
-            lambda: ClientFaults(deadline=-1.0),
-            r"deadline must be a number in \(0, inf\], or None, got -1.0",
-        ),
+        (lambda: ClientFaults(speed_sigma=1e3), r"speed_sigma must be a number in \[0, 50\]"),
     ],
 )
 def test_wrong_option_raises(make, message):
     with pytest.raises(FederationError, match=message):
         make()
-
-
-def test_faults_need_a_federation(trainer, data, linear):
-    with pytest.raises(FederationError, match="ClientFaults requires a FederatedLoop"):
-        trainer(loop=False, callbacks=[ClientFaults()]).fit(linear(), data())

@@ -1,5 +1,7 @@
 import copy
+import logging
 import math
+import os
 import re
 import warnings
 from contextlib import nullcontext
@@ -20,15 +22,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import FedAdam, FedAvg, FedAvgM
+from lightning_fl.aggregators import FedAdam, FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.objectives import Proximal, RepresentationMatching
 from lightning_fl.partition import IID, QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, HyperparameterPolicy, Schedule
-from lightning_fl.samplers import RoundRobinSampler
 from lightning_fl.types import FederationError
+from only import Only
 
 
 def regression(n=60, features=3):
@@ -327,14 +329,6 @@ def test_a_client_that_is_not_finite_is_dropped_counted_and_named(fit, linear):
     torch.testing.assert_close(module.net.weight, clean.net.weight, atol=1e-14, rtol=0)
 
 
-class Only(RoundRobinSampler):
-    def __init__(self, clients):
-        self.clients = torch.tensor(clients)
-
-    def sample(self, round, count, num_samples, generator):
-        return self.clients
-
-
 @pytest.mark.filterwarnings("ignore:(dropped|round|the global model)")
 def test_the_tensor_that_is_not_finite_is_named(fit, foreign):
     class Best(type(foreign())):
@@ -358,14 +352,8 @@ def test_below_min_clients_the_server_keeps_its_model(fit, linear):
     module = linear()
     before = module.net.weight.detach().clone()
     loop = FederatedLoop(min_clients=3)
-    with (
-        pytest.warns(
-            UserWarning, match="2 of 4 clients returned, too few for min_clients=3 and FedAvg"
-        ),
-        pytest.warns(
-            UserWarning, match="model was kept in 2 of 2 rounds, in which too few clients returned"
-        ),
-    ):
+    words = "2 of 4 clients returned, too few for min_clients=3 and FedAvg"
+    with pytest.warns(UserWarning, match=words):
         fit(module, loop, poisoned([0, 3]), rounds=2)
     assert torch.equal(module.net.weight, before)
     assert [row["dropped"] for row in loop.rows] == [2, 2]
@@ -424,6 +412,13 @@ def test_rounds_without_a_usable_update_keep_the_model_and_five_in_a_row_warn(fi
     assert len(loop.rows) == rounds
     told = [w for w in caught if "no update was usable in 5 rounds in a row" in str(w.message)]
     assert len(told) == (rounds > 4)
+
+
+def test_a_fit_in_one_process_says_how_to_use_the_cores(fit, linear, caplog, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        fit(linear(), FederatedLoop(), full_batches())
+    assert "To use 4 cores, set devices=4 and strategy='client_parallel'" in caplog.text
 
 
 # --- buffers and optimizer state ------------------------------------------------------------------
@@ -588,9 +583,9 @@ def test_a_loop_and_a_rule_whose_first_round_was_aggregated_are_refused(trainer,
     with pytest.raises(ZeroDivisionError):
         made.fit(foreign(), datamodule=data())
     for _ in range(2):
-        with pytest.raises(FederationError, match="has trained in an earlier fit"):
+        with pytest.raises(FederationError, match="FederatedLoop has the state of an earlier run"):
             made.fit(foreign(), datamodule=data())
-    with pytest.raises(FederationError, match="FedAdam has the state of an earlier run"):
+    with pytest.raises(FederationError, match="the aggregator has the state of an earlier run"):
         trainer(FederatedLoop(rule, buffers="average")).fit(foreign(), datamodule=data())
 
 
@@ -599,26 +594,13 @@ def test_a_fit_leaves_no_option_and_no_hook_of_its_own(trainer, foreign, data, t
     keep = ModelCheckpoint(tmp_path)
     callbacks = [keep, StopAt(5, ZeroDivisionError())] if fails else [keep]
     made = trainer(rounds=1, callbacks=callbacks, enable_checkpointing=True)
+    federated = data()
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-        made.fit(foreign(), datamodule=data())
+        made.fit(foreign(), datamodule=federated)
+    assert federated.plan is None
     assert made.reload_dataloaders_every_n_epochs == 0
     assert "on_train_epoch_end" not in vars(keep)
     assert "on_epoch_end" not in vars(made._logger_connector)
-
-
-def test_an_exception_beside_a_buffer_of_another_shape_leaves_the_server_model(fit, foreign):
-    module = foreign()
-    before = copy.deepcopy(module.state_dict())
-
-    def fails(*_):
-        module.net[1].running_mean = torch.zeros(3)
-        raise ZeroDivisionError
-
-    module.on_train_batch_end = fails
-    with pytest.raises(ZeroDivisionError) as caught:
-        fit(module)
-    assert same(module.state_dict(), before)
-    assert "Clean-up" not in "".join(caught.value.__notes__)
 
 
 def test_skipping_the_rest_of_an_epoch_is_an_error(fit, foreign):
@@ -651,7 +633,7 @@ def test_a_checkpoint_does_not_grow_with_clients(fit, linear, tmp_path):
 
 #: Changes of the loop and the data; ``test_checkpoints.py`` has others.
 OTHERS = [
-    ({}, {"partition": QuantitySkew()}, "restore the original data, partition options"),
+    ({}, {"partition": QuantitySkew()}, "its split of the data over clients"),
     ({"policy": PerClient()}, {}, "policy_class is Schedule.* PerClient"),
     ({"buffers": "local"}, {}, "its buffers is average, here it is local"),
 ]
@@ -682,23 +664,6 @@ def test_resuming_with_other_options_says_which(fit, foreign, data, tmp_path):
     ):
         assert part in text
     assert len(other.rows) == 2
-
-
-def test_resuming_with_another_optimizer_or_other_terms_says_which(fit, tmp_path):
-    def run(optimizer, mu, rounds, **options):
-        torch.manual_seed(0)
-        net = nn.Linear(6, 3)
-        made = ClientModule(net, [Proximal(mu)], optimizer=lambda p: optimizer(p, lr=0.1))
-        fit(made.double(), FederatedLoop(), rounds=rounds, **keep(tmp_path) | options)
-
-    run(torch.optim.SGD, 0.1, 1)
-    path = str(tmp_path / "last.ckpt")
-    run(torch.optim.SGD, 0.1, 1, ckpt_path=path)
-    with pytest.warns(UserWarning, match="optimizer is Adam, was SGD"):
-        run(torch.optim.Adam, 0.1, 1, ckpt_path=path)
-    terms = r"terms is \['Proximal\(mu=0.2\)'\], was \['Proximal\(mu=0.1\)'\]"
-    with pytest.warns(UserWarning, match=terms):
-        run(torch.optim.SGD, 0.2, 1, ckpt_path=path)
 
 
 def test_a_child_class_resumes_its_parents_checkpoint(fit, foreign, tmp_path):
@@ -832,26 +797,9 @@ def test_hooks_of_the_module_are_called_once_a_client(fit, foreign):
     ("options", "message"),
     [
         ({"clients_per_round": 0}, "got 0"),
-        ({"client_fraction": 0.0}, r"got 0\.0"),
         ({"client_fraction": 1.5}, r"got 1\.5"),
-        ({"clients_per_round": -1}, "got -1"),
-        ({"clients_per_round": True}, "got True"),
-        (
-            {"clients_per_round": 0.5},
-            "got 0.5: to sample a fraction of the clients, set client_fraction",
-        ),
-        ({"clients_per_round": "2"}, "clients_per_round must be .* got '2'"),
-        ({"client_fraction": math.nan}, "got nan"),
-        ({"client_fraction": 10}, "got 10: to sample a number of clients, set clients_per_round"),
-        (
-            {"client_fraction": 0.5, "clients_per_round": 2},
-            "excludes client_fraction=0.5",
-        ),
+        ({"client_fraction": 0.5, "clients_per_round": 2}, "excludes client_fraction=0.5"),
         ({"min_clients": 0}, "min_clients must be an integer of at least 1, got 0"),
-        ({"min_clients": 1.5}, r"min_clients must be an integer of at least 1, got 1\.5"),
-        ({"aggregator": FedAvg}, r"aggregator must be a Aggregator, got .*: write FedAvg\(\)"),
-        ({"policy": {"lr": 0.1}}, "policy must be a HyperparameterPolicy, got {'lr'"),
-        ({"sampler": "uniform"}, "sampler must be a ClientSampler, got 'uniform'"),
         ({"buffers": "mean"}, "buffers must be average, server or local"),
         ({"optimizer_state": "drop"}, "optimizer_state must be reset, keep or local"),
     ],
@@ -868,9 +816,8 @@ SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     ("options", "message"),
     [
         ({"plugins": SCALED}, "16-mixed.* is not supported.*bf16-mixed"),
-        ({"limit_train_batches": 1}, "limit_train_batches=1"),
         ({"val_check_interval": "00:00:01:00"}, "val_check_interval=a time"),
-        ({"val_check_interval": 3, "check_val_every_n_epoch": None}, "val_check_interval=3"),
+        ({"check_val_every_n_epoch": None}, "check_val_every_n_epoch must be a number"),
     ],
 )
 def test_trainer_options_that_break_rounds_are_refused(fit, foreign, options, message):
@@ -888,14 +835,8 @@ def test_trainer_options_that_break_rounds_are_refused(fit, foreign, options, me
             lambda m: m.register_buffer("graph", torch.eye(3).to_sparse()),
             r"\.graph is lazy or sparse",
         ),
-        (
-            lambda m: setattr(
-                m, "mask", nn.Parameter(torch.full((2, 2), -torch.inf).triu(1), requires_grad=False)
-            ),
-            r"the parameter mask of .* \(register_buffer\)",
-        ),
     ],
-    ids=["dataloader_iter", "lazy", "sparse", "not finite"],
+    ids=["dataloader_iter", "lazy", "sparse"],
 )
 def test_module_that_does_not_fit_is_refused(fit, foreign, change, message):
     module = foreign()
@@ -904,21 +845,12 @@ def test_module_that_does_not_fit_is_refused(fit, foreign, change, message):
         fit(module)
 
 
-@pytest.mark.parametrize("vectorized", [False, True])
-@pytest.mark.parametrize(
-    ("count", "kind", "message"),
-    [
-        (0, FederationError, "Foreign.configure_optimizers must return an optimizer, got none"),
-        (2, RuntimeError, "multiple optimizers is only supported with manual optimization"),
-    ],
-)
-def test_no_and_several_optimisers_are_refused(fit, foreign, count, kind, message, vectorized):
+@pytest.mark.parametrize("wrap", [lambda module: module, VectorizedClients])
+def test_a_module_without_an_optimizer_is_refused(fit, foreign, wrap):
     module = foreign()
-    module.configure_optimizers = lambda: [
-        torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(count)
-    ]
-    with pytest.raises(kind, match=message):
-        fit(VectorizedClients(module) if vectorized else module)
+    module.configure_optimizers = lambda: None
+    with pytest.raises(FederationError, match=r"Foreign\.configure_optimizers must return"):
+        fit(wrap(module))
 
 
 @pytest.mark.parametrize("wrap", [lambda module: module, VectorizedClients])
@@ -949,22 +881,13 @@ def test_a_loader_instead_of_a_federation_is_refused(foreign, trainer, blobs):
             {"min_clients": 3, "client_fraction": 0.5},
             r"min_clients must be .*\[1, 2\], got 3: increase",
         ),
-        *(
-            ({"sampler": Only(answer), "clients_per_round": 2}, "distinct clients from 0 to 3")
-            for answer in ([0, 0], [1, 4], [-1, 2])
-        ),
+        ({"sampler": Only([0, 0]), "clients_per_round": 2}, "distinct clients from 0 to 3"),
+        ({"sampler": Only([1, 4]), "clients_per_round": 2}, "distinct clients from 0 to 3"),
     ],
 )
 def test_clients_that_do_not_exist_are_refused(fit, foreign, options, message):
     with pytest.raises(FederationError, match=message):
         fit(foreign(), FederatedLoop(**options))
-
-
-def test_a_rule_with_state_of_an_earlier_run_is_refused(fit, foreign):
-    rule = FedAvgM()
-    fit(foreign(), FederatedLoop(rule, buffers="average"), rounds=2)
-    with pytest.raises(FederationError, match="aggregator FedAvgM has the state of an earlier run"):
-        fit(foreign(), FederatedLoop(rule, buffers="average"), rounds=2)
 
 
 def test_a_rule_without_state_serves_many_runs(fit, foreign):
@@ -981,9 +904,7 @@ def test_a_new_policy_may_continue_with_what_another_has_learned(fit, foreign):
 
     first, second = policy(), policy()
     fit(foreign(), FederatedLoop(policy=first, buffers="average", seed=0), rounds=4)
-    with pytest.raises(
-        FederationError, match=r"policy DiscreteGaussianR.* may load its state_dict"
-    ):
+    with pytest.raises(FederationError, match="the policy has the state of an earlier run"):
         fit(foreign(), FederatedLoop(policy=first, buffers="average", seed=0), rounds=1)
     second.load_state_dict(first.state_dict())
     assert same(second.state_dict(), first.state_dict())
@@ -997,7 +918,7 @@ def test_a_second_fit_is_refused_without_a_checkpoint(foreign, data, trainer, tm
     first = trainer(loop, rounds=2, enable_checkpointing=True, callbacks=[RoundCheckpoint()])
     first.fit(module, datamodule=data())
     first.fit_loop.max_epochs = 4
-    with pytest.raises(FederationError, match="has trained in an earlier fit: to continue, set"):
+    with pytest.raises(FederationError, match="an earlier run: to continue, set ckpt_path"):
         first.fit(module, datamodule=data())
     path = first.checkpoint_callback.last_model_path or first.checkpoint_callback.best_model_path
     first.fit(module, datamodule=data(), ckpt_path=path)
@@ -1047,19 +968,6 @@ def test_buffers_that_are_set_anew_infinite_or_expanded_are_federated_too(fit):
     assert module.missing.isnan().all()
 
 
-def test_after_a_failed_fit_the_data_and_the_optimiser_are_free_again(fit, linear, data, trainer):
-    federated, module = data(regression(), val=regression(9)), linear(lr=0.1)
-    runner = trainer(FederatedLoop(policy=Schedule(lr=0.02)), rounds=2)
-    step = module.training_step
-    module.training_step = lambda batch, batch_idx: (
-        1 / 0 if module.global_step == 3 else step(batch, batch_idx)
-    )
-    with pytest.raises(ZeroDivisionError):
-        runner.fit(module, datamodule=federated)
-    assert federated.plan is None
-    assert runner.optimizers[0].param_groups[0]["lr"] == 0.1
-
-
 def test_a_resumed_run_takes_the_policys_rate_whatever_the_optimizers(fit, linear, tmp_path):
     data, policy = full_batches(), {"policy": Schedule(lr=0.1)}
     whole, again = linear(lr=0.01), linear(lr=0.5)
@@ -1067,15 +975,6 @@ def test_a_resumed_run_takes_the_policys_rate_whatever_the_optimizers(fit, linea
     fit(linear(lr=0.01), FederatedLoop(**policy), data, rounds=1, **keep(tmp_path))
     fit(again, FederatedLoop(**policy), data, rounds=2, **resume(tmp_path))
     torch.testing.assert_close(whole.net.weight, again.net.weight, atol=1e-14, rtol=0)
-
-
-def test_validating_later_leaves_other_weights_alone(linear, data, trainer):
-    federated, module = data(regression(), val=regression(9)), linear()
-    runner = trainer(rounds=3, callbacks=[StopAt(3)])
-    runner.fit(module, datamodule=federated)
-    module.net.weight.data.fill_(7.0)
-    runner.validate(module, federated, verbose=False)
-    assert (module.net.weight == 7).all()
 
 
 # --- a policy that learns -------------------------------------------------------------------------

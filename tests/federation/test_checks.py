@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_fl import ClientModule, FederatedDataModule, VectorizedClients
+from lightning_fl import VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.federation.checks import REFUSED
 from lightning_fl.types import FederationError
@@ -161,10 +161,3 @@ def test_a_module_or_a_callback_of_pytorch_lightning_is_refused_by_name(fit, for
         FederationError, match=r"Timer comes from .* pytorch_lightning.*`import lightning as L`"
     ):
         fit(foreign(), callbacks=[old.callbacks.Timer()])
-
-
-@pytest.mark.parametrize("sample", ["a text", ("a text", 1), {"x": torch.zeros(2), "y": 1}])
-def test_samples_that_are_no_tensors_are_refused_for_a_client_module(fit, sample):
-    module = ClientModule(nn.Linear(2, 2))
-    with pytest.raises(FederationError, match=r"samples \(x, y\) of tensors, but .* in collate_fn"):
-        fit(module, datamodule=FederatedDataModule([sample] * 40, num_clients=2))

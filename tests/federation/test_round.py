@@ -11,8 +11,8 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.partition import IID
 from lightning_fl.policies import Schedule
-from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError
+from only import Only
 
 
 class Buffered(ClientPart):
@@ -95,16 +95,6 @@ def regression(data):
         return data(samples, num_clients=2, batch_size=4, val=samples, partition=IID())
 
     return make
-
-
-class Only(ClientSampler):
-    """Draw the same clients in each round."""
-
-    def __init__(self, clients):
-        self.clients = torch.tensor(clients)
-
-    def sample(self, round, count, num_samples, generator):
-        return self.clients
 
 
 def changed(linear, **methods):

@@ -298,29 +298,6 @@ def test_a_checkpoint_of_any_line_of_a_rounds_end_resumes_bit_for_bit(data, tmp_
         assert bits(left) == undisturbed, where
 
 
-class SaveWeights(Callback):
-    """Asks for the weights alone in a client's step, and knows what the round has begun with."""
-
-    def __init__(self):
-        self.begun, self.checkpoints = [], []
-
-    def on_train_epoch_start(self, trainer, module):
-        self.begun.append(bits(module.state_dict()))
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == 1:
-            self.checkpoints.append(trainer._checkpoint_connector.dump_checkpoint(True))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_of_weights_in_a_round_holds_the_global_model(data, tmp_path, group_size):
-    weights = SaveWeights()
-    Run(data, tmp_path, group_size, weights)
-    assert len(set(weights.begun)) == ROUNDS
-    assert [bits(saved["state_dict"]) for saved in weights.checkpoints] == weights.begun
-    assert all("optimizer_states" not in saved for saved in weights.checkpoints)
-
-
 class Crash(Callback):
     def __init__(self, round, batch):
         self.at = round, batch

@@ -60,12 +60,6 @@ def test_a_row_takes_late_figures_until_it_is_closed():
     assert table.rows == [{"round": 1, "a": 2.0, "b": 3.0}]
 
 
-def test_without_a_round_there_is_nothing_to_complete():
-    table = RoundTable()
-    table.complete({"loss": 1.0}, close=True)
-    assert table.rows == []
-
-
 def test_the_file_has_a_column_for_everything_that_any_round_had(tmp_path):
     table = RoundTable()
     table.rows = [
@@ -79,15 +73,6 @@ def test_the_file_has_a_column_for_everything_that_any_round_had(tmp_path):
         rows = list(csv.DictReader(file))
     assert float(rows[1]["loss"]) == 1e-20
     assert [p.name for p in path.parent.iterdir()] == ["rounds.csv"]
-
-
-def test_the_file_is_written_anew_as_a_whole(tmp_path):
-    table = RoundTable()
-    path = tmp_path / "rounds.csv"
-    for rounds in (3, 1):
-        table.rows = [{"round": i + 1} for i in range(rounds)]
-        table.write(path)
-        assert len(path.read_text().splitlines()) == rounds + 1
 
 
 def test_a_table_that_grows_is_written_as_if_at_once(tmp_path):

@@ -319,7 +319,7 @@ def test_local_layers_begin_with_the_values_of_the_server():
 
 
 def test_a_server_needs_no_device_of_the_clients():
-    options = {"accelerator": "gpu", "devices": 4, "strategy": "ddp"}
+    options = {"accelerator": "gpu", "devices": 4, "strategy": "client_parallel"}
     server = RemoteServer(Net(), seed=3, trainer=options)
     server.begin([12] * 5, [3] * 5)
     assert {p.device.type for p in server.module.parameters()} == {"cpu"}

@@ -224,7 +224,6 @@ def test_parameters_of_other_phases_stay_with_an_optimizer_that_moves_them(run, 
 REFUSED = {
     "an amount in all": ([Phase("local", num_steps=1)], {}, "got 0 phases without num_steps"),
     "two without": ([Phase("local"), Phase("shared")], {}, "got 2 phases without num_steps"),
-    "no list": (Phase(), {}, "phases must be a list of Phase"),
     "nothing local": ([Phase("local")], {"local": ()}, "train='local' trains no parameter: name"),
     "unknown": ([Phase(["head.*"])], {}, r"'head\.\*' in phases matches no parameter"),
     "nothing": ([Phase(["net.*", "!net.*"])], {}, "trains no parameter"),

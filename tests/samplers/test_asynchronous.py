@@ -8,22 +8,28 @@ from lightning_fl.callbacks import ClientFaults
 from lightning_fl.contracts.context import Federation
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.samplers import AsynchronousSampler
+from lightning_fl.samplers.durations import SimulatedDurations
 from lightning_fl.types import Cohort, FederationError
 
 
-@pytest.fixture
-def rounds(simulate, tmp_path):
-    """Train with FedBuff and a trace of durations; return the loop."""
+class Timed(SimulatedDurations):
+    """Clients take 1, 2, 3 and 2.5 seconds, and client 0 takes 5 in a later round."""
 
-    def run(*callbacks, text=None, size=1, concurrency=2, **options):
-        path = None
-        if text is not None:
-            path = tmp_path / "durations.csv"
-            path.write_text("client,seconds\n" + text)
+    def seconds_of(self, seed, round, client, steps, num_bytes):
+        return 5.0 if round and not client else (1.0, 2.0, 3.0, 2.5)[client]
+
+
+@pytest.fixture
+def rounds(simulate):
+    """Train with FedBuff and given durations; return the loop."""
+
+    def run(*callbacks, size=1, concurrency=2, durations=None, **options):
+        callbacks = callbacks or (ClientFaults(),)
+        callbacks[0].durations = durations or Timed()
         _, loop = simulate(
             *callbacks,
             aggregator=FedBuff(),
-            sampler=AsynchronousSampler(concurrency, path),
+            sampler=AsynchronousSampler(concurrency),
             clients_per_round=size,
             **options,
         )
@@ -39,14 +45,10 @@ class Lost(ClientFaults):
         return {(0, 0): "dropout", (0, 1): "crash", (1, 3): "nan"}.get((round, client))
 
 
-TRACE = "0,1\n0,5\n1,2\n2,3\n3,2.5\n"
-
-
-def test_a_trace_is_replayed_for_each_client_over_and_over(rounds):
-    """All clients train, so that each starts again when it has finished."""
-    loop = rounds(text=TRACE, concurrency=4, rounds=9)
+def test_clients_start_again_when_they_have_finished(rounds):
+    loop = rounds(concurrency=4, rounds=9)
     times = [row["virtual_time"] for row in loop.rows]
-    assert times == [1.0, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 6.0, 6.0]  # 0: 1, 6, 7; 1: 2, 4, 6; ...
+    assert times == [1.0, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 6.0, 6.0]  # 0: 1, 6; 1: 2, 4, 6; ...
     sampler = loop.options.sampler
     assert [sampler.flush(t).clients for t in range(9)] == [
         *((0,), (1,), (3,), (2,), (1,), (3,), (0,), (1,), (2,))
@@ -56,21 +58,20 @@ def test_a_trace_is_replayed_for_each_client_over_and_over(rounds):
 
 def test_clients_that_are_lost_free_their_place_and_fill_the_buffer(rounds):
     callbacks = [Lost()], [ClientFaults()]
-    lost, whole = (rounds(*each, text=TRACE, concurrency=4, size=2, rounds=4) for each in callbacks)
+    lost, whole = (rounds(*each, concurrency=4, size=2, rounds=4) for each in callbacks)
     names = ("virtual_time", "staleness_mean", "clients")
     assert [[r[n] for n in names] for r in lost.rows] == [[r[n] for n in names] for r in whole.rows]
     assert [row["dropped"] for row in lost.rows] == [2, 1, 0, 0]
     assert [row["num_samples"] for row in lost.rows] == [0, 30, 60, 60]
-    assert callbacks[0][0].virtual_time == lost.rows[-1]["virtual_time"]
 
 
 def test_bytes_are_part_of_a_duration(rounds):
-    loop = rounds(ClientFaults(step_seconds=0.0, bandwidth=4.0), rounds=2)
+    loop = rounds(durations=SimulatedDurations(step_seconds=0.0, bandwidth=4.0), rounds=2)
     assert [row["virtual_time"] for row in loop.rows] == [2 * 21 * 8 / 4] * 2  # both finish
 
 
 class Changing(HyperparameterPolicy):
-    """Local work that changes after the rounds at which the start of a fit looks."""
+    """Local work that changes."""
 
     def sample(self, round, clients):
         return {"num_steps": torch.full((len(clients),), 2 + (round == 4))}
@@ -84,42 +85,36 @@ class InPairs(HyperparameterPolicy):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("policy", "message"),
     [
-        ({}, r"needs the durations of clients: add the callback ClientFaults\("),
-        (
-            {"callbacks": [ClientFaults(speed_sigma=0.3)], "text": TRACE},
-            "the trace of AsynchronousSampler and ClientFaults both set the durations",
-        ),
-        ({"text": "0,1\n1,2\n2,3\n"}, "has no durations of client 3: it needs at least one line"),
-        ({"text": TRACE + "4,1\n"}, "has durations of the unknown client 4"),
-        ({"text": TRACE, "policy": InPairs()}, r"InPairs changes the number of local steps"),
-        (
-            {"text": TRACE, "policy": Changing(), "rounds": 8},
-            r"Changing changes the number of local steps \(client ., round 5\)",
-        ),
+        (InPairs(), r"InPairs changes the number of local steps"),
+        (Changing(), r"Changing changes the number of local steps \(client ., round 5\)"),
     ],
 )
-def test_what_the_clock_cannot_know_is_refused(rounds, options, message):
-    options = dict(options)
+def test_what_the_clock_cannot_know_is_refused(rounds, policy, message):
     with pytest.raises(FederationError, match=message):
-        rounds(*options.pop("callbacks", []), **options)
+        rounds(policy=policy, rounds=8)
+
+
+def test_without_durations_there_is_no_clock(simulate):
+    with pytest.raises(FederationError, match=r"needs the durations of clients: add the callback"):
+        simulate(aggregator=FedBuff(), sampler=AsynchronousSampler(2), clients_per_round=1)
 
 
 def test_the_deadline_of_a_synchronous_run_is_refused(rounds):
     with pytest.raises(FederationError, match="deadline has no meaning in asynchronous rounds"):
-        rounds(ClientFaults(deadline=9.0), text=TRACE)
+        rounds(ClientFaults(deadline=9.0))
 
 
 def test_samples_that_arrive_over_time_are_refused(rounds, data):
     streaming = data(stream_steps=2)
     with pytest.raises(FederationError, match="remove stream_steps, or use another sampler"):
-        rounds(text=TRACE, datamodule=streaming)
+        rounds(datamodule=streaming)
 
 
 def test_rates_may_change_and_be_learned(rounds):
     """Only the amount of work must be known when a client starts."""
-    loop = rounds(text=TRACE, policy=Schedule(lr=0.1, num_steps=2, decay=0.5))
+    loop = rounds(policy=Schedule(lr=0.1, num_steps=2, decay=0.5))
     assert [row["lr"] for row in loop.rows] == [0.1, 0.05, 0.025]
 
 
@@ -127,8 +122,6 @@ def test_outside_of_a_fit_there_is_no_clock():
     sampler = AsynchronousSampler(2)
     random = torch.Generator().manual_seed(3)
     assert len(sampler.sample(0, 3, torch.ones(5), random)) == 3
-    with pytest.raises(FederationError, match="in a fit only"):
-        sampler.flush(0)
     sampler = AsynchronousSampler(8)
     with pytest.raises(FederationError, match=r"concurrency must be .*\[1, 5\], got 8: there"):
         sampler.setup(Federation(5, Cohort(2, 5)))
@@ -148,9 +141,9 @@ def test_a_loader_that_was_made_before_the_clock_is_refused(rounds):
         return module
 
     with pytest.raises(FederationError, match="AsynchronousSampler does not know which clients"):
-        rounds(text=TRACE, wrap=early)
+        rounds(wrap=early)
 
 
 def test_a_trial_run_has_rounds_too(rounds):
-    loop = rounds(text=TRACE, size=2, fast_dev_run=4)
+    loop = rounds(size=2, fast_dev_run=4)
     assert [row["clients"] for row in loop.rows] == [2]

@@ -23,7 +23,6 @@ def permuted(num_clients, seed=0):
 def tick_by_tick(num_clients, concurrency, buffer_size, order, seconds, flushes, tick):
     """Move time by one tick after another: first those who finish arrive, then others start."""
     now, version, training, buffer, found = Fraction(0), 0, {}, [], []
-    starts = [0] * num_clients
     while True:
         arriving = sorted(c for c, (finish, _) in training.items() if finish == now)
         for client in arriving:
@@ -37,8 +36,7 @@ def tick_by_tick(num_clients, concurrency, buffer_size, order, seconds, flushes,
         waiting = {client for client, _ in buffer}
         for client in order(version):
             if len(training) < concurrency and client not in training and client not in waiting:
-                training[client] = now + seconds(client, version, starts[client]), version
-                starts[client] += 1
+                training[client] = now + seconds(client, version), version
         now += tick
 
 
@@ -52,8 +50,8 @@ def test_clock_equals_a_simulation_tick_by_tick(data):
     tick = Fraction(1, data.draw(st.sampled_from([1, 3, 7])))
     seed = data.draw(st.integers(0, 99))
 
-    def seconds(client, version, start):
-        return tick * table[4 * client + (version + start) % 4]
+    def seconds(client, version):
+        return tick * table[4 * client + version % 4]
 
     given_ = n, concurrency, buffer_size, permuted(n, seed), seconds
     plain = tick_by_tick(*given_, flushes=12, tick=tick)
@@ -71,18 +69,9 @@ def test_clock_equals_a_simulation_tick_by_tick(data):
     ]
 
 
-def test_flush_does_not_depend_on_earlier_flushes():
-    def made():
-        return VirtualClock(20, 7, 3, permuted(20), lambda c, v, k: 1.0 + c % 5 + 0.1 * v)
-
-    one, other = made(), made()
-    assert one.flush(40) == [other.flush(version) for version in range(41)][-1]
-    assert one.flush(39) == other.flush(39)
-
-
 def test_equal_durations_are_synchronous_rounds():
     order = permuted(8)
-    clock = VirtualClock(8, 3, 3, order, lambda c, v, k: 2.5)
+    clock = VirtualClock(8, 3, 3, order, lambda c, v: 2.5)
     for version in range(6):
         flush = clock.flush(version)
         assert flush.clients == tuple(sorted(order(version)[:3]))
@@ -95,14 +84,7 @@ def test_equal_durations_are_synchronous_rounds():
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
 def test_a_duration_that_is_none_is_refused(seconds):
-    clock = VirtualClock(2, 1, 1, permuted(2), lambda c, v, k: seconds if v else 1.0)
+    clock = VirtualClock(2, 1, 1, permuted(2), lambda c, v: seconds if v else 1.0)
     clock.flush(0)
     with pytest.raises(FederationError, match=r"in round 2 is (nan|inf|-1.0) seconds: it must be"):
-        clock.flush(1)
-
-
-def test_a_time_that_is_not_finite_is_refused():
-    clock = VirtualClock(1, 1, 1, permuted(1), lambda c, v, k: 1e308)
-    clock.flush(0)
-    with pytest.raises(FederationError, match=r"client 0 starts at 1e\+308 s and takes 1e\+308 s"):
         clock.flush(1)
