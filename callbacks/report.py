@@ -22,6 +22,7 @@ from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.contracts.update import ServerState
+from lightning_fl.errors import first_line
 from lightning_fl.extras import imported
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.files import csv_text, write_atomically
@@ -149,7 +150,7 @@ class RunReport(Callback):
         """Write the files of the run so far."""
         if self._folder is not None:
             self._write_clients(trainer, "the run was interrupted")
-            self._end(trainer, type(exception).__name__)
+            self._end(trainer, first_line(exception))
 
     @staticmethod
     @rank_zero_only
@@ -305,7 +306,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
                 scores = torch.cat(evaluate(trainer, runner.module, batches, accuracy, seed=0))
                 own[client] = float(scores[:most].mean())
         except Exception as error:  # in a user's module: must not fail a finished run
-            reason = f"{type(error).__name__}: {error}"
+            reason = first_line(error)
     every = gathered((own, reason)) if trainer.world_size > 1 else [(own, reason)]
     if reasons := [reason for _, reason in every if reason is not None]:
         return reasons[0]

@@ -427,7 +427,6 @@ RULE, TERM = "--federation.aggregator", "--model.init_args.terms"
 #: Options by what the message says of them.
 MISTAKES = {
     "got 1.5": "--federation.client_fraction=1.5",
-    "FedAvgg": f"{RULE}=FedAvgg",
     "lr must be a finite number of at least 0, got -1": f"{RULE}=FedAvgM {RULE}.lr=-1",
     "mixing_matrix has 1 clients, the federation": f"{RULE}=Gossip {RULE}.mixing_matrix=[[1.0]]",
     "does not accept samples of shape": "--model.init_args.net.init_args.sizes=[65,10]",
@@ -467,6 +466,23 @@ def test_a_users_mistake_ends_with_a_message_and_leaves_nothing(cli, tmp_path, m
     if "must be" in message:  # the words of a constructor, without those of the parser
         assert out.startswith(f"lightning-fl: error: {message}")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "nearest"),
+    [
+        (f"{RULE}=Scafold", "Scafold", "Scaffold"),
+        ("--federation.policy Shedule", "Shedule", "Schedule"),
+        (f"{TERM}+=Proximl", "Proximl", "Proximal"),
+        ("--trainer.callbacks+=EarlyStoping", "EarlyStoping", "EarlyStopping"),
+        ("--config=typed.yaml", "Dirichle", "Dirichlet"),
+    ],
+)
+def test_the_nearest_class_is_named_instead_of_an_unknown_one(cli, option, name, nearest):
+    Path("typed.yaml").write_text("data: {init_args: {partition: {class_path: Dirichle}}}\n")
+    first, second = cli(*FIT, *option.split(), expect=2).splitlines()
+    assert first.endswith(f": there is no class {name}")
+    assert second.startswith(f"The nearest name is {nearest};")
 
 
 @pytest.mark.parametrize(

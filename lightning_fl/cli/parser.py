@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from argparse import SUPPRESS, HelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from difflib import get_close_matches
+from typing import Any, NoReturn, get_args
 
 import yaml
 from jsonargparse import DefaultHelpFormatter
@@ -71,6 +72,14 @@ class Parser(LightningArgumentParser):
         if ex is None or ex.__cause__ is None:
             fail(f"{message}; usage: {self.usage}")
         fail(one_cause(ex))
+
+    def _check_value_key(self, action: Any, value: Any, key: str, *args: Any, **more: Any) -> Any:
+        """Check a value of a file, or of the arguments of a class."""
+        try:
+            return super()._check_value_key(action, value, key, *args, **more)
+        except (TypeError, ValueError):
+            refuse_class(action, value, key)
+            raise
 
     def format_help(self, formatter: HelpFormatter | None = None) -> str:
         """Return the help: only that of ``fit`` has the options of a configuration."""
@@ -142,14 +151,37 @@ def refuse_call(text: str) -> None:
         raise FederationError(f"{call} is Python: write {{class_path: {name}, init_args: {{...}}}}")
 
 
+def class_names(kind: Any) -> set[str]:
+    """Return the names of the classes of which an option of a type takes objects."""
+    if isinstance(kind, type) and kind.__module__ != "builtins":
+        return {kind.__name__}.union(*map(class_names, kind.__subclasses__()))
+    return set[str]().union(*map(class_names, get_args(kind)))
+
+
+def refuse_class(action: Any, value: Any, key: str) -> None:
+    """Raise an error that names the nearest class if an option has an unknown one."""
+    known = sorted(n for n in class_names(getattr(action, "_typehint", None)) if n[0] != "_")
+    for part in value if isinstance(value, list) else [value]:
+        name = part.get("class_path") if isinstance(part, dict) else part
+        is_class = isinstance(name, str) and name.isidentifier() and name[0].isupper()
+        if known and is_class and name not in known:
+            (nearest,) = get_close_matches(name, known, n=1, cutoff=0)
+            raise FederationError(
+                f"{key}: there is no class {name}\nThe nearest name is {nearest}; a class of your own"
+                f" needs its module, such as my_module.{name}"
+            )
+
+
 def check_names(parser: LightningArgumentParser, args: Sequence[str]) -> None:
-    """Raise an error for the last name of an option alone, such as ``--max_epochs``."""
-    options = [option for action in parser._actions for option in action.option_strings]
-    for name in (word.partition("=")[0] for word in args if word.startswith("--")):
-        if "." not in name and name not in options:
-            whole = [option for option in options if option.endswith(f".{name[2:]}")]
+    """Raise an error for an unknown class, and for the last name of an option alone."""
+    actions = {option: action for action in parser._actions for option in action.option_strings}
+    for word, next_word in zip(args, [*args[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if word.startswith("--") and "." not in name and name not in actions:
+            whole = [option for option in actions if option.endswith(f".{name[2:]}")]
             whole = whole or ["its whole name, such as --federation.policy.init_args.lr"]
             raise FederationError(f"{name} is not an option: use {' or '.join(whole)}")
+        refuse_class(actions.get(name.removesuffix("+")), value or next_word, name[2:])
 
 
 class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types

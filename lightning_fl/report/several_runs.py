@@ -72,10 +72,12 @@ def about_groups(
     lead += f", which differ in {listed(top_level(differing), 6)}." if differing else "."
     if len(groups) > MOST_LINES:
         lead += f" Figures show the first {MOST_LINES} groups."
-    options = [
-        [option, *("-" if value is None else str(value) for value in values)]
-        for option, values in differing.items()
-    ]
+    options = []
+    for option, values in differing.items():
+        # Of another class, or not in a list: there is no such option, so that it has no default.
+        is_part = option not in top_level(differing) or option.rpartition(".")[2].isdecimal()
+        unset = "-" if is_part else "default"
+        options.append([option, *(unset if value is None else str(value) for value in values)])
     head = ["option", *(each.name for each in groups)]
     sections = [
         _comparison(compared, [Table(head, options)] if options else []),

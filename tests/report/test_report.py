@@ -412,6 +412,25 @@ def test_the_comparison_lists_every_run_and_what_differs(two_groups):
     assert compared.rows[0][-1] == "8"  # a number without a unit, which a click sorts
 
 
+def test_options_that_a_run_leaves_at_their_default_are_named_so(folder, config):
+    term = {"class_path": "x.Proximal", "init_args": {"mu": 0.1}}
+    krum = {"class_path": "x.Krum", "init_args": {"f": 1}}
+    other = {"federation__client_fraction": 0.5, "federation__aggregator": krum}
+    texts = [
+        config(federation__client_fraction=None),
+        config(**other, model__init_args={"terms": [term]}),
+    ]
+    runs = [read_run(folder(f"{at}/v", config__yaml=text)) for at, text in enumerate(texts)]
+    (section,) = (s for s in about_groups(group(runs)).sections if s.title == "Groups")
+    assert sorted(section.tables[1].rows) == [
+        ["federation.aggregator", "FedAvg", "Krum"],
+        ["federation.aggregator.f", "-", "1"],
+        ["federation.client_fraction", "default", "0.5"],
+        ["model.terms.0", "-", "Proximal"],
+        ["model.terms.0.mu", "-", "0.1"],
+    ]
+
+
 def test_seeds_of_a_script_are_compared(folder):
     seeds = {"a": (1, 2, 3), "b": (1, 2, 3)}
     folders = [
