@@ -259,14 +259,14 @@ def test_a_round_completes_whose_supernode_was_killed(deployed):
     assert largest_difference(found, module.state_dict()) == 0
 
 
-def new(num_clients=2, checkpoint=None):
+def new():
     server = RemoteServer(flower_apps.module("FedAvg"), policy=flower_apps.policy(), seed=3)
-    return FederationStrategy(server, num_clients, checkpoint)
+    return FederationStrategy(server, num_clients=2)
 
 
-def begun(checkpoint=None):
+def begun():
     """A strategy whose two clients are known, without nodes."""
-    made = new(checkpoint=checkpoint)
+    made = new()
     for at in (0, 1):
         made.members.admit(70 + at, node(at))
     return made
@@ -402,16 +402,6 @@ def test_a_run_without_nodes_ends():
         made.configure_train(1, None, None, Nodes({}))
 
 
-def test_a_round_without_a_reply_ends_the_run():
-    made = in_the_run(begun())
-    made.configure_train(1, None, None, Nodes({70: node(0), 71: node(1)}))
-    with (
-        pytest.warns(UserWarning, match=r"clients \[0, 1\] have not replied within 3600 seconds"),
-        pytest.raises(FederationError, match=r"failed. round 1: clients \[0, 1\] have not replied"),
-    ):
-        made.aggregate_train(1, [])
-
-
 def message(node, content):
     return SimpleNamespace(
         has_error=lambda: False, metadata=SimpleNamespace(src_node_id=node), content=content
@@ -456,20 +446,6 @@ def test_options_that_do_not_reach_clients_are_refused():
         new().start(Nodes({}), train_config={"lr": 0.1})
 
 
-def test_parameters_in_bfloat16_are_refused():
-    module = flower_apps.module("FedAvg").bfloat16()
-    with pytest.raises(FederationError, match=r"net.0.weight is in bfloat16, which Flower cannot"):
-        FederationStrategy(RemoteServer(module), 2)
-    module = flower_apps.module("FedAvg")
-    module.register_buffer("angles", torch.ones(2, dtype=torch.bfloat16), persistent=False)
-    with pytest.raises(FederationError, match="angles is in bfloat16, which Flower cannot"):
-        FederationStrategy(RemoteServer(module), 2)
-    made = new()
-    made.server.trainer_options = {"precision": "bf16-true"}
-    with pytest.raises(FederationError, match=r"net.0.weight is in bfloat16"):
-        made.start(Nodes({70: node(0), 71: node(1)}))
-
-
 def test_a_first_round_in_which_all_clients_fail_ends_the_run():
     """An option that clients refuse would otherwise leave the model as it is in every round."""
     made = in_the_run(begun())
@@ -491,17 +467,6 @@ def test_a_first_round_in_which_all_clients_fail_ends_the_run():
     with pytest.warns(UserWarning, match="has failed and is dropped|dropped 2 of 2|0 of 2 clients"):
         made.aggregate_train(1, failed)
     assert made.server.rows[0]["dropped"] == 2
-
-
-def test_a_finished_checkpoint_says_that_nothing_is_trained(tmp_path):
-    file = tmp_path / "server.pt"
-    server = begun().server
-    server.begin([12, 12], [3, 3], checkpoint=file)
-    server.tasks()
-    with pytest.warns(UserWarning, match="dropped 2 of 2|0 of 2 clients returned"):
-        server.finish({})
-    with pytest.warns(UserWarning, match="has all 1 rounds, and nothing is trained"):
-        begun(checkpoint=file).start(Nodes({70: node(0), 71: node(1)}), num_rounds=1)
 
 
 CONFIG = """

@@ -12,14 +12,7 @@ from apart import CPU, compare, federation, replies_of, run, train
 from frozen import frozen_once
 from grids import diagonal, others_slow
 from lightning_fl import ClientModule, aggregators
-from lightning_fl.aggregators import (
-    FedAvg,
-    FedDyn,
-    FedNova,
-    FlexLoRA,
-    Scaffold,
-    Staged,
-)
+from lightning_fl.aggregators import FedAvg, FedDyn, FedNova, FlexLoRA, Scaffold, Staged
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import Kept
 from lightning_fl.integrations.server import RemoteServer
@@ -316,13 +309,6 @@ def test_local_layers_begin_with_the_values_of_the_server():
     expected = train(server, clients[0])
     clients[1].module.net[2].weight.data.add_(1)  # as in a module that is made without a seed
     assert torch.equal(train(server, clients[1]).delta, expected.delta)
-
-
-def test_a_server_needs_no_device_of_the_clients():
-    options = {"accelerator": "gpu", "devices": 4, "strategy": "ddp"}
-    server = RemoteServer(Net(), seed=3, trainer=options)
-    server.begin([12] * 5, [3] * 5)
-    assert {p.device.type for p in server.module.parameters()} == {"cpu"}
 
 
 # --- options that both have -----------------------------------------------------------------------
