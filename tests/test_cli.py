@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Trainer
 
 import extras
 import quick_cli
@@ -253,81 +252,35 @@ def test_a_test_leaves_the_config_of_the_fit_alone(cli, tmp_path):
     assert len(rounds(run)) == 2
 
 
-def test_metrics_of_a_test_without_a_value_are_null(cli, fitted, monkeypatch):
-    @wraps(Trainer.test)
-    def test(*args, **kwargs):
-        return [{"test_acc": 0.5, "test_f1": float("nan")}]
-
-    monkeypatch.setattr(Trainer, "test", test)
-    cli("test", "--config", fitted / "config.yaml")
-    found = json.loads((fitted / "test.json").read_text(), parse_constant=pytest.fail)
-    assert found["metrics"] == {"test_acc": 0.5, "test_f1": None}
-
-
 def test_a_resumed_fit_leaves_the_config_of_the_first_alone(cli, tmp_path):
     run = tmp_path / "runs" / "digits" / "version_0"
     cli(*FIT, "--trainer.max_epochs=1")
     before = (run / "config.yaml").read_bytes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other options
-        for min_clients, max_epochs in ((1, 1), (3, 2), (5, 3)):
+        for min_clients, max_epochs in ((1, 1), (3, 2)):
             options = [f"--federation.min_clients={min_clients}", "--ckpt_path=last"]
             cli(*FIT, *options, f"--trainer.max_epochs={max_epochs}")
     assert (run / "config.yaml").read_bytes() == before
-    later = [yaml.safe_load((run / f"config_resumed_{i}.yaml").read_text()) for i in (1, 2)]
-    assert [found["federation"]["min_clients"] for found in later] == [3, 5]
-    assert later[0]["ckpt_path"].endswith("version_0/last.ckpt")
-    assert not (run / "config_resumed_3.yaml").exists()
-    assert (
-        read_run(run).resumed[0] == "resumed with federation.min_clients=3 (config_resumed_1.yaml)"
-    )
+    later = yaml.safe_load((run / "config_resumed_1.yaml").read_text())
+    assert later["ckpt_path"].endswith("version_0/last.ckpt")
+    assert not (run / "config_resumed_2.yaml").exists()
+    (resumed,) = read_run(run).resumed
+    assert resumed == "resumed with federation.min_clients=3 (config_resumed_1.yaml)"
 
 
-def test_loggers_get_the_hyperparameters_and_one_row_per_round(cli, tmp_path):
-    cli(*FIT, "--federation.client_fraction=0.5")
-    cli(*FIT, "--federation.client_fraction=0.5", "--trainer.max_epochs=3", "--ckpt_path=last")
-    run = tmp_path / "runs" / "digits" / "version_0"
-    first, second = (run / "csv" / f"version_{i}" for i in (0, 1))
-    for folder, count in ((first, 2), (second, 3), (run, 2)):
-        found = yaml.safe_load((folder / "hparams.yaml").read_text())
-        assert (found["rounds"], found["seed"], found["client_fraction"]) == (count, 1, 0.5)
-        assert (found["partition"], found["partition/classes_per_client"]) == ("ByLabel", 1)
-        assert (found["aggregator"], found["sampler"]) == ("FedAvg", "UniformSampler")
-        assert (found["policy"], found["policy/num_steps"], found["lr"]) == ("Schedule", 2, 0.1)
-    for folder, numbers in ((first, [1, 2]), (second, [3])):
-        rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
-        assert [int(float(row["round"])) for row in rows] == numbers
-        assert all(row["val_acc"] and row["train_loss"] and row["federation/lr"] for row in rows)
-        for row in rows:
-            of_table = rounds(run)[int(float(row["round"])) - 1]
-            assert float(row["val_acc"]) == pytest.approx(float(of_table["val_acc"]))
-
-
-@pytest.mark.parametrize("logger", ["false", "CSVLogger"])
-def test_another_logger_leaves_the_rest_in_the_folder_of_the_run(cli, tmp_path, logger):
-    options = ["--trainer.logger.save_dir=elsewhere"] * (logger != "false")
-    cli(*FIT, "--trainer.max_epochs=1", f"--trainer.logger={logger}", *options)
+def test_another_logger_leaves_the_rest_in_the_folder_of_the_run(cli, tmp_path):
+    logger = ("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=elsewhere")
+    cli(*FIT, "--trainer.max_epochs=1", *logger)
     run = tmp_path / "runs" / "digits" / "version_0"
     for name in ("config.yaml", "rounds.csv", "last.ckpt", "environment.json", "partition.json"):
         assert (run / name).is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere"] * len(options) + [
-        "runs"
-    ]
-    assert len(list(tmp_path.glob("elsewhere/**/metrics.csv"))) == len(options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "runs"]
+    assert len(list(tmp_path.glob("elsewhere/**/metrics.csv"))) == 1
 
 
-def test_two_files_merge_and_flags_reach_the_loop_and_the_checkpoint(cli, tmp_path):
-    more = tmp_path / "more.yaml"
-    more.write_text("federation: {client_fraction: 0.5}\ncheckpoint: {filename: final}\n")
-    cli(*FIT, "--config", more, "--federation.policy.init_args.num_steps=3")
-    run = tmp_path / "runs" / "digits" / "version_0"
-    assert (run / "final.ckpt").is_file()
-    assert [(row["clients"], row["num_steps"]) for row in rounds(run)] == [("5", "15")] * 2
-
-
-@pytest.mark.parametrize("callback", ["ClientFaults", "{class_path: ClientFaults}"])
-def test_a_single_callback_needs_no_list(cli, callback):
-    cli(*FIT, f"--trainer.callbacks={callback}", "--trainer.default_root_dir=null")
+def test_a_single_callback_needs_no_list(cli):
+    cli(*FIT, "--trainer.callbacks=ClientFaults", "--trainer.default_root_dir=null")
     config = yaml.safe_load(Path("version_0", "config.yaml").read_text())
     (found,) = config["trainer"]["callbacks"]
     assert found["class_path"].endswith(".ClientFaults")
@@ -338,21 +291,6 @@ def test_a_folder_of_checkpoints_that_is_a_file_is_an_error(cli, tmp_path):
     out = cli(*FIT, "--checkpoint.dirpath=x.ckpt", expect=2)
     assert out.endswith("/x.ckpt: File exists: choose another folder\n")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["x.ckpt"]
-
-
-def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(cli, tmp_path):
-    seen = []
-    for clients in (10, 100):
-        root = tmp_path / str(clients)
-        out = cli(
-            *FIT,
-            "--data.init_args.partition=IID",
-            f"--data.init_args.num_clients={clients}",
-            "--federation.policy.init_args.num_steps=1",
-            f"--trainer.default_root_dir={root}",
-        )
-        seen.append((len(out.splitlines()), len([p for p in root.rglob("*") if p.is_file()])))
-    assert seen[0] == seen[1]
 
 
 def test_vectorized_clients_and_threads_have_options(cli, tmp_path, monkeypatch):
@@ -389,12 +327,8 @@ def test_help_of_fit_begins_with_ten_options_that_exist_and_explains_all(cli, mo
     assert "Each fit has a new folder version_N in it." in " ".join(rest.split())
 
 
-def test_help_of_other_commands_has_their_options_only(cli):
-    out = cli("test", "--help")
-    assert "last: the checkpoint of the newest run." in " ".join(out.split())
-    assert "Further options are those of fit" in " ".join(out.split())
-    assert "--federation." not in out
-    assert len(out.splitlines()) < 40
+def test_help_of_other_commands_names_the_checkpoint(cli):
+    assert "last: the checkpoint of the newest run." in " ".join(cli("test", "--help").split())
 
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -594,7 +528,6 @@ MOSTAFA = ROOT / "configs" / "mostafa2019"
 @pytest.mark.parametrize(
     ("names", "partition", "terms", "policy"),
     [
-        ("mnist iid fa", "IID", [], "Schedule"),
         ("cifar10 noniid fa_wd", "ByLabel", ["WeightDivergence"], "Schedule"),
         ("kws iid fa_rm", "IID", ["RepresentationMatching"], "Schedule"),
         ("mnist noniid fa_ah", "ByLabel", [], "DiscreteGaussianReinforce"),

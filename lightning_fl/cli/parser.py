@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from argparse import SUPPRESS, HelpFormatter, RawDescriptionHelpFormatter
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_args
@@ -15,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 # Every class that a config may name by its short name has to be imported.
 import lightning_fl.models
 import lightning_fl.optimizers
-import lightning_fl.transforms
+import lightning_fl.transforms  # noqa: F401
 from lightning_fl.cli import fail
 from lightning_fl.cli.arguments import COMMANDS, WITH_FIT
 from lightning_fl.errors import FederationError
@@ -63,7 +64,7 @@ def one_cause(error: BaseException) -> str:
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser, with a shorter help, and errors of one line."""
+    """Lightning's parser, with errors of one cause."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with one line: the option, and the innermost cause."""
@@ -81,14 +82,6 @@ class Parser(LightningArgumentParser):
             refuse_class(action, value, key)
             raise
 
-    def format_help(self, formatter: HelpFormatter | None = None) -> str:
-        """Return the help: only that of ``fit`` has the options of a configuration."""
-        if not self.prog.endswith("fit"):
-            for action in self._actions:
-                if action.dest not in OF_ALL:
-                    action.help = SUPPRESS
-        return super().format_help(formatter)
-
 
 #: Help of options that have another meaning here than in Python.
 HELP = {
@@ -99,10 +92,6 @@ HELP = {
     "trainer.default_root_dir": "Folder of the runs. Each fit has a new folder version_N in it.",
     "checkpoint.dirpath": "Folder of the checkpoint; null uses the folder of the run.",
 }
-
-
-#: Options in the help of the commands other than ``fit``.
-OF_ALL = ("help", "config", "print_config", "threads", "ckpt_path", "weights_only", "subcommand")
 
 
 #: Options of all parsers; ``prog`` also with ``python -m lightning_fl``.
@@ -126,6 +115,20 @@ def describe(parser: LightningArgumentParser, command: str) -> None:
     groups.sort(key=lambda group: group is not named["federation"])
 
 
+def check_words(parser: LightningArgumentParser | None, words: Sequence[str]) -> None:
+    """Check the options of a command and the files of its configurations.
+
+    Args:
+        parser: Parser of the command; None if there is no such command.
+        words: The command and its arguments.
+    """
+    for path in (word.rpartition("=")[2] for word in words):
+        if path.endswith((".yaml", ".yml")) and os.path.isfile(path):
+            check_file(path)
+    if parser is not None:
+        check_names(parser, words)
+
+
 def check_file(path: str) -> None:
     """Check that a file of a configuration is YAML with options.
 
@@ -133,22 +136,8 @@ def check_file(path: str) -> None:
         FederationError: If it is not, or if a key stands twice, of which YAML would keep the last.
     """
     with error_context(f"config {path} cannot be read", ValueError, yaml.YAMLError, RecursionError):
-        if yaml.load(text := read_text(path), _UniqueKeys) is None:
+        if yaml.load(read_text(path), _UniqueKeys) is None:
             raise FederationError("it is empty")
-        for line in text.splitlines():
-            refuse_call(line)
-
-
-def refuse_call(text: str) -> None:
-    """Raise an error if a text ends with a class and its arguments, as they are written in Python.
-
-    Args:
-        text: Argument of the command line, or line of a configuration.
-    """
-    found = re.search(r"(?:^|[:=])\s*([A-Z]\w+)\(.*\)$", text)
-    if found and any(hasattr(package, found[1]) for package in vars(lightning_fl).values()):
-        call, name = found[0].lstrip(":= "), found[1]
-        raise FederationError(f"{call} is Python: write {{class_path: {name}, init_args: {{...}}}}")
 
 
 def class_names(kind: Any) -> set[str]:
@@ -159,17 +148,21 @@ def class_names(kind: Any) -> set[str]:
 
 
 def refuse_class(action: Any, value: Any, key: str) -> None:
-    """Raise an error that names the nearest class if an option has an unknown one."""
+    """Raise an error if an option has a class that does not exist, or that is written in Python."""
     known = sorted(n for n in class_names(getattr(action, "_typehint", None)) if n[0] != "_")
     for part in value if isinstance(value, list) else [value]:
         name = part.get("class_path") if isinstance(part, dict) else part
-        is_class = isinstance(name, str) and name.isidentifier() and name[0].isupper()
-        if known and is_class and name not in known:
-            (nearest,) = get_close_matches(name, known, n=1, cutoff=0)
-            raise FederationError(
-                f"{key}: there is no class {name}\nThe nearest name is {nearest}; a class of your own"
-                f" needs its module, such as my_module.{name}"
-            )
+        found = re.fullmatch(r"([A-Z]\w*)(\(.*\))?", str(name))
+        if not known or found is None or name in known:
+            continue
+        (nearest,) = get_close_matches(found[1], known, n=1, cutoff=0)
+        if found[2]:
+            remedy = f"write {{class_path: {nearest}, init_args: {{...}}}}"
+            raise FederationError(f"{key}: {name} is Python: {remedy}")
+        raise FederationError(
+            f"{key}: there is no class {name}\nThe nearest name is {nearest}; a class of yours"
+            f" needs its module, such as my_module.{name}"
+        )
 
 
 def check_names(parser: LightningArgumentParser, args: Sequence[str]) -> None:

@@ -18,12 +18,7 @@ from lightning_fl.check import COLUMNS, STEPS, CheckResult, Run, check_columns
 from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.errors import FederationError
-from lightning_fl.integrations.config import (
-    TRAINING,
-    UNSUPPORTED,
-    Configuration,
-    write_flower_app,
-)
+from lightning_fl.integrations.config import TRAINING, UNSUPPORTED, Configuration, write_flower_app
 from lightning_fl.partition import summary
 
 
