@@ -8,7 +8,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,11 @@ from lightning_fl.partition import Manifest
 
 #: File name of the table of rounds, by which a folder is known to be that of a run.
 TABLE = "rounds.csv"
-#: Figures of rules in the folder of a run, without ".png".
-PICTURES = ("aggregator", "policy")
+#: Figures that aggregators and policies draw, ``.png`` in the folder of a run, and their captions.
+PICTURES = {
+    "aggregator": "Figure of the aggregator: the tree of clusters, or the matched neurons.",
+    "policy": "Figure of the policy: the probability of each candidate, over rounds and by client.",
+}
 #: Columns of tables that are not numbers.
 TEXTS = ("name", "dropped_clients")
 #: Numbers with a larger magnitude are drawn as gaps, like non-finite values.
@@ -60,8 +63,10 @@ class Outcomes:
         num_clients: Number of clients; rows may have others.
     """
 
-    names: list[str]
-    rows: np.ndarray[Any, np.dtype[np.float64]]
+    names: list[str] = field(default_factory=list)
+    rows: np.ndarray[Any, np.dtype[np.float64]] = field(
+        default_factory=lambda: np.empty((0, len(COLUMNS)))
+    )
     num_clients: int = 0
 
     @cached_property
@@ -119,7 +124,7 @@ class Run:
         partition: Partition of the data; None if it is unknown.
         clients: Results of ``PersonalizedEvaluation``, one row per client.
         participation: Participation table, one row per client.
-        outcomes: Outcome of every client in every round; None if it is unknown.
+        outcomes: Outcome of every client in every round; without rows if it is unknown.
         names: Names of the clients, if the data gives them.
         test: Contents of ``test.json``: metrics, checkpoint and its round, and options that differ
             from those of the fit; empty without a test.
@@ -137,7 +142,7 @@ class Run:
     partition: Manifest | None = None
     clients: list[Row] = field(default_factory=list)
     participation: list[Row] = field(default_factory=list)
-    outcomes: Outcomes | None = None
+    outcomes: Outcomes = field(default_factory=Outcomes)
     names: dict[int, str] = field(default_factory=dict)
     test: dict[str, Any] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
@@ -238,10 +243,7 @@ def read_run(folder: str | Path) -> Run:
     environment = read("environment.json", _json, {})
     config = read("config.yaml", config_values, {})
     partition = read("partition.json", Manifest.read, None)
-    num_clients = 0
-    if partition is not None:
-        num_clients = len(partition.clients) - partition.unseen_clients
-    return Run(
+    run = Run(
         name=_name(folder),
         rows=rows,
         config=config,
@@ -251,12 +253,13 @@ def read_run(folder: str | Path) -> Run:
         # Without a metric of clients, an earlier fit has left the table in the folder.
         clients=read("clients.csv", _table, []) if environment.get("client_metric", 1) else [],
         participation=read("participation.csv", _table, []),
-        outcomes=read(HISTORY, partial(_outcomes, num_clients=num_clients), None),
         names=read("participation.csv", _names, {}),
         test=read("test.json", _test, {}),
         resumed=list(_resumed(config, sorted(folder.glob("config_resumed_*.yaml")))),
         pictures={n: file for n in PICTURES if (file := read(f"{n}.png", Path.read_bytes, b""))},
     )
+    outcomes = partial(_outcomes, num_clients=len(run.sizes))
+    return replace(run, outcomes=read(HISTORY, outcomes, Outcomes()))
 
 
 def _own(path: Path) -> Path:
@@ -272,14 +275,14 @@ def _cells(path: Path) -> list[dict[str, str]]:
 
 def _table(path: Path) -> list[Row]:
     """Return a table of numbers, without empty cells; numbers too large to draw are NaN."""
-    rows = [
-        {name: float(cell) for name, cell in cells.items() if cell and name not in TEXTS}
+    return [
+        {name: _drawn(float(cell)) for name, cell in cells.items() if cell and name not in TEXTS}
         for cells in _cells(path)
     ]
-    return [
-        {name: value if abs(value) <= LARGEST else math.nan for name, value in row.items()}
-        for row in rows
-    ]
+
+
+def _drawn(value: float) -> float:
+    return value if abs(value) <= LARGEST else math.nan
 
 
 def _names(path: Path) -> dict[int, str]:
@@ -299,9 +302,9 @@ def _outcomes(path: Path, num_clients: int) -> Outcomes:
         raise FederationError(f"its columns are not {', '.join(COLUMNS)}")
     read: dict[int | str, Any] = {3: measured, 4: measured}
     read[2] = lambda cell: places.setdefault(cell, len(places))
-    rows = np.empty((0, len(COLUMNS)))
-    if lines:
-        rows = np.loadtxt(lines, delimiter=",", converters=read, encoding="utf-8", ndmin=2)
+    if not lines:
+        return Outcomes()
+    rows = np.loadtxt(lines, delimiter=",", converters=read, encoding="utf-8", ndmin=2)
     return Outcomes(list(map(describe_cause, places)), rows, num_clients)
 
 
@@ -354,6 +357,18 @@ def values_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     walk("", config)
     return values
+
+
+def changes_of_test(folder: Path, text: str) -> dict[str, tuple[Any, Any]]:
+    """Return the options of a test that differ from those of the fit in a folder.
+
+    Args:
+        folder: Folder of the fit; one that was run from Python has no config.
+        text: Config of the test.
+    """
+    if not (path := folder / "config.yaml").is_file():
+        return {}
+    return differing_options(config_values(path), values_of(yaml.safe_load(text)), IGNORED_BY_TEST)
 
 
 def differing_options(

@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -18,7 +17,7 @@ from lightning_fl import __version__
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, write_atomically
 from lightning_fl.report.figures import COLORS, Panel, svg
-from lightning_fl.report.groups import Group, with_names
+from lightning_fl.report.groups import Group, group
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
 from lightning_fl.report.run import find_runs, read_run
@@ -37,8 +36,6 @@ def report(
     metric: str | None = None,
     mode: Literal["max", "min"] | None = None,
     latex: str | Path | None = None,
-    columns: Sequence[str] = (),
-    percent: bool = False,
 ) -> Path:
     """Write a report on one run, or a comparison of several runs.
 
@@ -59,33 +56,33 @@ def report(
         mode: Whether the best value of ``metric`` is its ``max`` or its ``min``. None means
             the name tells, as in ``val_loss``, ``rmse``, ``val_acc`` or ``f1``.
         latex: File for a table of the groups in LaTeX, in addition to the page.
-        columns: Columns of this table: measures of the page's table of groups, or last values of
-            columns of ``rounds.csv``. By default, the final metric and the metrics of the test.
-        percent: Whether values from 0 to 1 of which more is better are in percent in this table.
 
     Returns:
         Path of the report.
 
     Raises:
-        FederationError: If there is no run, a run is in two groups, its table of rounds cannot be
-            read, no run has the metric or a column, there is a mode without a metric, or a file
-            cannot be written.
+        FederationError: If there is no run, its table of rounds cannot be read, no run has the
+            metric, or a file cannot be written.
     """
-    named, left_out = _find_named(runs if isinstance(runs, Mapping) else {"": runs})
-    folders = [folder for each in named.values() for folder in each]
+    named = runs if isinstance(runs, Mapping) else {"": runs}
+    found = {
+        name: find_runs([paths] if isinstance(paths, str | Path) else paths)
+        for name, paths in named.items()
+    }
+    folders = [folder for each, _ in found.values() for folder in each]
     if not folders:
         raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
     alone = len(folders) == 1
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
-    if path.suffix != ".html" or path.is_dir():
+    if path.suffix != ".html":
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
-    groups = _judged(named, metric, mode)
+    groups = _judged({name: each for name, (each, _) in found.items() if each}, metric, mode)
+    left_out = [note for _, notes in found.values() for note in notes]
     page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
-    table = "" if latex is None else table_of(Comparison(groups), columns, percent)
     with error_context(f"{path} could not be written, choose another output", OSError):
         write_atomically(path, html(page).encode(errors="replace"))
         if latex is not None:
-            write_atomically(latex, table)
+            write_atomically(latex, table_of(Comparison(groups)))
     return path
 
 
@@ -93,35 +90,20 @@ def _judged(
     named: Mapping[str, Sequence[Path]], metric: str | None, mode: str | None
 ) -> list[Group]:
     """Read the runs, and return them in groups with the metric that was asked for."""
-    if metric is None and mode is not None:
-        raise FederationError(f"mode={mode} is for a metric: set metric, too")
     mode = mode or direction(metric or "acc")
     if mode is None:
         raise FederationError(
             f"the name {metric!r} does not tell whether more or less of it is better: set"
             " --mode=max or --mode=min"
         )
-    judged = partial(replace, metric=metric, mode=mode)
-    groups = with_names({n: [judged(read_run(f)) for f in each] for n, each in named.items()})
+    groups: list[Group] = []
+    for name, folders in named.items():
+        runs = [replace(read_run(folder), metric=metric, mode=mode) for folder in folders]
+        groups += [Group(name, runs)] if name else group(runs)
     known = dict.fromkeys(n for each in groups for run in each.runs for n in run.columns)
     if metric not in (None, *known):
         raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(known)}")
     return groups
-
-
-def _find_named(runs: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[str]]:
-    """Return the folders of runs by the name of their group, and notes on runs left out."""
-    named: dict[str, list[Path]] = {}
-    notes: list[str] = []
-    seen: set[Path] = set()
-    for name, paths in runs.items():
-        named[name], left_out = find_runs([paths] if isinstance(paths, str | Path) else paths)
-        notes += left_out
-        folders = {folder.resolve() for folder in named[name]}
-        if twice := seen & folders:
-            raise FederationError(f"{twice.pop()} is in several groups: pass it once")
-        seen |= folders
-    return {name: folders for name, folders in named.items() if folders}, notes
 
 
 def html(page: Report) -> str:
@@ -136,24 +118,20 @@ def html(page: Report) -> str:
     )
     folder = Path(__file__).parent
     script = Markup((folder / "page.js").read_text(encoding="utf-8"))
-    environment.filters |= {
-        "base64": lambda content: base64.b64encode(content).decode(),
-        "json": _json,
-        # The Content Security Policy allows the script with this hash, and no other.
-        "sha256": _hash,
-        "svg": _svg,
-    }
+    environment.filters |= {"base64": _base64, "sha256": _sha256, "svg": _svg}
     template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
     return template.render(report=page, version=__version__, script=script, colors=COLORS)
 
 
-_json = partial(json.dumps, separators=(",", ":"), allow_nan=False)
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
 
 
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
+def _sha256(script: str) -> str:
+    """Return the only source of scripts that the Content Security Policy allows."""
+    return f"sha256-{_base64(sha256(script.encode()).digest())}"
 
 
 def _svg(panel: Panel, name: str) -> tuple[Markup, str]:
     element, chart = svg(panel, name)
-    return Markup(element), _json(chart)
+    return Markup(element), json.dumps(chart, separators=(",", ":"), allow_nan=False)
