@@ -27,6 +27,9 @@ class Theirs(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         return self.net(batch[0]).square().mean()
 
+    def validation_step(self, batch, batch_idx):
+        pass
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 """
@@ -56,8 +59,7 @@ def test_a_module_of_pytorch_lightning_is_one_of_lightning(tmp_path, monkeypatch
     assert theirs.seed_everything is L.seed_everything
     assert L.pytorch.__spec__.name == "lightning.pytorch"
     data = FederatedDataModule(TensorDataset(torch.rand(20, 4)), num_clients=2, val_size=0)
-    made = trainer(loop := FederatedLoop(), 1, limit_val_batches=0)
-    made.fit(theirs.Theirs(), datamodule=data)
+    trainer(loop := FederatedLoop(), 1).fit(theirs.Theirs(), datamodule=data)
     assert len(loop.rows) == 1
 
 

@@ -97,11 +97,7 @@ HELP = {
 #: Options of all parsers; ``prog`` also with ``python -m lightning_fl``.
 #:
 #: :meta hide-value:
-PARSER = {
-    "prog": "lightning-fl",
-    "formatter_class": _Formatter,
-    "allow_abbrev": False,
-}
+PARSER = {"prog": "lightning-fl", "formatter_class": _Formatter, "allow_abbrev": False}
 
 
 def describe(parser: LightningArgumentParser, command: str) -> None:

@@ -146,17 +146,10 @@ class RemoteClient:
         with quiet(server.LOG):
             made.fit(self.module, datamodule=self.data)
         results, sent = loop.results, rule.sent
-        reply = Reply(
-            at,
-            task.update,
-            int(self.data.num_samples[at]),
-            results.rates[at],
-            results.losses.get(at, math.nan),
-            results.dropped.get(at, ""),
-            torch.empty(0) if sent is None else sent.delta[0],
-            results.counters,
-            {} if sent is None else sent.extras,
-        )
+        delta, extras = (torch.empty(0), {}) if sent is None else (sent.delta[0], sent.extras)
+        loss, dropped = results.losses.get(at, math.nan), results.dropped.get(at, "")
+        numbers = at, task.update, int(self.data.num_samples[at]), results.rates[at]
+        reply = Reply(*numbers, loss, dropped, delta, results.counters, extras)
         if not reply.dropped:
             kept = kept.after(task.last, task.update, dict(loop.store.get(at)))
         return reply, kept

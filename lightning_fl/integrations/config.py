@@ -66,17 +66,10 @@ class Configuration:
             send_frozen: Whether frozen parameters that are not exchanged are sent to clients, which
                 otherwise have them from the same configuration.
         """
-        options = self.loop.options
-        chosen = {name: vars(options)[name] for name in OF_SERVER}
-        rules = options.aggregator, options.policy, options.sampler
-        return RemoteServer(
-            self.module,
-            *rules,
-            seed=self.loop.seed,
-            trainer=self.trainer,
-            send_frozen=send_frozen,
-            **chosen,
-        )
+        names = ("aggregator", "policy", "sampler", *OF_SERVER)
+        chosen = {name: vars(self.loop.options)[name] for name in names}
+        chosen |= {"seed": self.loop.seed, "trainer": self.trainer, "send_frozen": send_frozen}
+        return RemoteServer(self.module, **chosen)
 
     def client(self, data: FederatedDataModule | Dataset[Any] | None = None) -> RemoteClient:
         """Return a client of the federation.

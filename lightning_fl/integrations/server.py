@@ -209,7 +209,7 @@ class RemoteServer(FederatedLoop):
         plan, exchange = round.plan, self._exchange
         exchange.update = uuid4().int >> 65  # 63 bits, for which every transport has a number
         values = {**plan.hyperparameters, **({} if plan.lr is None else {"lr": plan.lr})}
-        same: dict[str, Any] = {
+        task: dict[str, Any] = {
             "update": exchange.update,
             "round": plan.round,
             "num_clients": self.fit.planner.num_clients,
@@ -227,16 +227,12 @@ class RemoteServer(FederatedLoop):
             round.load(step)
             if not torch.equal(sent, round.start.vector):
                 sent = round.start.vector
-                same["model"] = self.model()
+                task["model"] = self.model()
             row = step.rows[0]
-            task: dict[str, Any] = {
-                "client": int(plan.clients[row]),
-                "num_steps": int(plan.num_steps[row]),
-                "values": {name: float(value[row]) for name, value in values.items()},
-                "last": exchange.last,
-                "broadcast": exchange.broadcast,
-            }
-            tasks.append(Task(**same, **task))
+            task |= {"last": exchange.last, "broadcast": exchange.broadcast}
+            task |= {"client": int(plan.clients[row]), "num_steps": int(plan.num_steps[row])}
+            task["values"] = {name: float(value[row]) for name, value in values.items()}
+            tasks.append(Task(**task))
         self.runner.write(round.server)  # if clients start from models of their own
         self.aggregator.load_global_network()
         return tasks

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from lightning_fl.report.run import PLACES, Run
+from lightning_fl.report.run import PLACES, Run, differences
 from lightning_fl.report.summary import split_rule
 from lightning_fl.report.words import listed
 
@@ -133,18 +133,6 @@ def identity(run: Run) -> dict[str, Any]:
         return {"folder": _parent(run)} | known
     is_set = {name: value for name, value in run.config.items() if value not in (None, [], {})}
     return {n: value for n, value in (DEFAULTS | is_set).items() if n not in SEEDS_AND_PLACES}
-
-
-def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the options that differ, with the value of each config; None if it has none.
-
-    Example:
-        >>> differences([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}])
-        {'b': [2, 3], 'c': [None, 4]}
-    """
-    names = dict.fromkeys(name for config in configs for name in config)
-    values = {name: [config.get(name) for config in configs] for name in names}
-    return {name: each for name, each in values.items() if len(set(map(repr, each))) > 1}
 
 
 def top_level(names: Iterable[str]) -> list[str]:

@@ -386,10 +386,18 @@ def differing_options(
         >>> differing_options(fitted, later, ignored=IGNORED_BY_TEST)
         {'data': ('MNIST', 'Digits')}
     """
-    return {
-        name: (fitted.get(name), later.get(name))
-        for name in dict.fromkeys([*fitted, *later])
-        if fitted.get(name) != later.get(name)
-        and name not in PLACES
-        and not f"{name}.".startswith(tuple(f"{each}." for each in ignored))
-    }
+    left_out = tuple(f"{name}." for name in [*PLACES, *ignored])
+    found = differences([fitted, later])
+    return {n: (a, b) for n, (a, b) in found.items() if not f"{n}.".startswith(left_out)}
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the options that differ, with the value of each config; None if it has none.
+
+    Example:
+        >>> differences([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}])
+        {'b': [2, 3], 'c': [None, 4]}
+    """
+    names = dict.fromkeys(name for config in configs for name in config)
+    values = {name: [config.get(name) for config in configs] for name in names}
+    return {name: each for name, each in values.items() if len(set(map(repr, each))) > 1}

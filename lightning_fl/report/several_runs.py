@@ -18,7 +18,7 @@ from lightning_fl.report.figures import MOST_LINES, Line, mean_line
 from lightning_fl.report.groups import Group, top_level
 from lightning_fl.report.one_run import settings
 from lightning_fl.report.page import Report, Section, Table, Verbatim
-from lightning_fl.report.run import Run
+from lightning_fl.report.run import Run, differences
 from lightning_fl.report.words import counted, listed, number, plus_minus
 
 #: What the intervals of the page are.
@@ -37,7 +37,7 @@ def about_groups(
     """
     compared = Comparison(groups)
     groups, runs = compared.groups, compared.runs
-    differing = grouping.differences([grouping.identity(each.runs[0]) for each in groups])
+    differing = differences([grouping.identity(each.runs[0]) for each in groups])
     lead = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}"
     lead += f", which differ in {listed(top_level(differing), 6)}." if differing else "."
     if len(groups) > MOST_LINES:
@@ -68,7 +68,7 @@ def _mixed(groups: Sequence[Group]) -> Iterator[str]:
     """Yield warnings about groups whose runs differ in more than the seed."""
     for each in groups:
         kinds = [grouping.identity(runs[0]) for runs in grouping.alike(each.runs)]
-        if options := top_level(grouping.differences(kinds)):
+        if options := top_level(differences(kinds)):
             yield (
                 f"Runs of {each.name} differ not only in the seed: {listed(options, 6)}. Means are"
                 " over all."
