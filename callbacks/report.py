@@ -127,8 +127,12 @@ class RunReport(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the figures of the run, and that it is finished."""
-        if self._folder is not None:
-            self._end(trainer, self._folder, "finished")
+        if self._folder is None:  # no rounds were left
+            self._folder = run_folder(trainer)
+            if self._folder is None or _is_finished(self._folder):
+                return
+            self._write_clients(trainer, "the run was killed before its end")
+        self._end(trainer, self._folder, "finished")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -230,6 +234,12 @@ class RunReport(Callback):
         if state_dict:
             self.history = ClientHistory()
             self.history.load_state_dict(state_dict)
+
+
+def _is_finished(folder: Path) -> bool:
+    """Return whether a fit in a folder has written all of its files."""
+    path = folder / "environment.json"
+    return path.is_file() and json.loads(path.read_text()).get("state") == "finished"
 
 
 def versions() -> dict[str, str]:

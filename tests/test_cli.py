@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Trainer
 
 import extras
 import quick_cli
@@ -252,6 +253,17 @@ def test_a_test_leaves_the_config_of_the_fit_alone(cli, tmp_path):
     assert len(rounds(run)) == 2
 
 
+def test_metrics_of_a_test_without_a_value_are_null(cli, fitted, monkeypatch):
+    @wraps(Trainer.test)
+    def test(*args, **kwargs):
+        return [{"test_acc": 0.5, "test_f1": float("nan")}]
+
+    monkeypatch.setattr(Trainer, "test", test)
+    cli("test", "--config", fitted / "config.yaml")
+    found = json.loads((fitted / "test.json").read_text(), parse_constant=pytest.fail)
+    assert found["metrics"] == {"test_acc": 0.5, "test_f1": None}
+
+
 def test_a_resumed_fit_leaves_the_config_of_the_first_alone(cli, tmp_path):
     run = tmp_path / "runs" / "digits" / "version_0"
     cli(*FIT, "--trainer.max_epochs=1")
@@ -279,6 +291,15 @@ def test_another_logger_leaves_the_rest_in_the_folder_of_the_run(cli, tmp_path):
     assert len(list(tmp_path.glob("elsewhere/**/metrics.csv"))) == 1
 
 
+def test_two_files_merge_and_flags_reach_the_loop_and_the_checkpoint(cli, tmp_path):
+    more = tmp_path / "more.yaml"
+    more.write_text("federation: {client_fraction: 0.5}\ncheckpoint: {filename: final}\n")
+    cli(*FIT, "--config", more, "--federation.policy.init_args.num_steps=3")
+    run = tmp_path / "runs" / "digits" / "version_0"
+    assert (run / "final.ckpt").is_file()
+    assert [(row["clients"], row["num_steps"]) for row in rounds(run)] == [("5", "15")] * 2
+
+
 def test_a_single_callback_needs_no_list(cli):
     cli(*FIT, "--trainer.callbacks=ClientFaults", "--trainer.default_root_dir=null")
     config = yaml.safe_load(Path("version_0", "config.yaml").read_text())
@@ -291,6 +312,21 @@ def test_a_folder_of_checkpoints_that_is_a_file_is_an_error(cli, tmp_path):
     out = cli(*FIT, "--checkpoint.dirpath=x.ckpt", expect=2)
     assert out.endswith("/x.ckpt: File exists: choose another folder\n")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["x.ckpt"]
+
+
+def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(cli, tmp_path):
+    seen = []
+    for clients in (10, 100):
+        root = tmp_path / str(clients)
+        out = cli(
+            *FIT,
+            "--data.init_args.partition=IID",
+            f"--data.init_args.num_clients={clients}",
+            "--federation.policy.init_args.num_steps=1",
+            f"--trainer.default_root_dir={root}",
+        )
+        seen.append((len(out.splitlines()), len([p for p in root.rglob("*") if p.is_file()])))
+    assert seen[0] == seen[1]
 
 
 def test_vectorized_clients_and_threads_have_options(cli, tmp_path, monkeypatch):
@@ -327,8 +363,12 @@ def test_help_of_fit_begins_with_ten_options_that_exist_and_explains_all(cli, mo
     assert "Each fit has a new folder version_N in it." in " ".join(rest.split())
 
 
-def test_help_of_other_commands_names_the_checkpoint(cli):
-    assert "last: the checkpoint of the newest run." in " ".join(cli("test", "--help").split())
+def test_help_of_other_commands_has_their_options_only(cli):
+    out = cli("test", "--help")
+    assert "last: the checkpoint of the newest run." in " ".join(out.split())
+    assert "Further options are those of fit" in " ".join(out.split())
+    assert "--federation." not in out
+    assert len(out.splitlines()) < 40
 
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

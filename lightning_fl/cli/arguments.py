@@ -117,6 +117,8 @@ def parse(words: Sequence[str]) -> tuple[str, dict[str, Any], list[str]]:
     add("--metric", help="Column of rounds.csv that judges runs; default: accuracy, else loss.")
     add("--mode", choices=["max", "min"], help="Best value of --metric, if its name does not tell.")
     add("--latex", help="A file for a table of the groups in LaTeX, in addition to the page.")
+    add("--columns", nargs="+", default=[], help="Its columns; default: final and test metrics.")
+    add("--percent", action="store_true", help="Shares in percent in this table.")
     add = commands["check"].add_argument
     add("--rounds", type=int, default=3, help="Rounds, default: %(default)s")
     add("--clients", type=int, default=4, help="Most clients per round, default: %(default)s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import RawDescriptionHelpFormatter
+from argparse import SUPPRESS, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_args
@@ -94,6 +94,10 @@ HELP = {
 }
 
 
+#: Options in the help of the commands other than ``fit``.
+OF_ALL = ("help", "config", "print_config", "threads", "ckpt_path", "weights_only", "subcommand")
+
+
 #: Options of all parsers; ``prog`` also with ``python -m lightning_fl``.
 #:
 #: :meta hide-value:
@@ -105,7 +109,8 @@ def describe(parser: LightningArgumentParser, command: str) -> None:
     parser.usage = f"lightning-fl {command} --config FILE [options]"
     parser.description = FIT if command == "fit" else f"{COMMANDS[command]} {WITH_FIT}"
     for action in parser._actions:
-        action.help = HELP.get(action.dest, action.help)
+        is_shown = command == "fit" or action.dest in OF_ALL
+        action.help = HELP.get(action.dest, action.help) if is_shown else SUPPRESS
     named: Any = parser.groups
     groups: Any = parser._action_groups
     groups.sort(key=lambda group: group is not named["federation"])

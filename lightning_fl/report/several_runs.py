@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_fl.errors import FederationError
+from lightning_fl.files import csv_text
 from lightning_fl.functional.intervals import t_interval
 from lightning_fl.report import groups as grouping
 from lightning_fl.report import summary, words
@@ -179,16 +181,18 @@ def _clients(groups: Sequence[Group]) -> Section | None:
 
 
 def _each_run(compared: Comparison) -> Section:
-    """Return the table of all runs."""
-    rows = []
+    """Return the table of all runs, also with all digits."""
+    rows, digits = [], []
     for group in compared.groups:
         for run in group.runs:
             done = summary.rounds_done(run) + " (unfinished)" * (not run.is_finished)
             start, values = [run.name, group.name, _seed(run), done], compared.of[id(run)]
             rows.append([*start, *(number(values.get(name)) for name in compared.names)])
+            digits.append([*start, *(values.get(name, "") for name in compared.names)])
     head = ["run", "group", "seed", "rounds", *compared.names]
     table = Table(head, rows, "All runs", folded=len(rows) > 12, sortable=True)
-    return Section("Runs", (), (), [table])
+    text = Verbatim("All runs: CSV with all digits", csv_text(head, digits))
+    return Section("Runs", (), (), [table], [text])
 
 
 # --- measures ------------------------------------------------------------------------------------
@@ -241,8 +245,11 @@ class Comparison:
         every = [measures(run, time) for run in runs]
         #: Names of the measures.
         self.names = list(dict.fromkeys(name for each in every for name in each))
-        #: Measures by the id of the run.
-        self.of = {id(run): each for run, each in zip(runs, every, strict=True)}
+        #: Measures, and last values of the columns of the tables of rounds, by the id of the run.
+        self.of = {
+            id(run): {name: run.column(name)[-1][1] for name in run.columns} | each
+            for run, each in zip(runs, every, strict=True)
+        }
         alarms = {id(run): list(summary.alarms(run)) for run in runs}
         self.alarms = [text for run in runs for text in alarms[id(run)]]
         #: The groups without the runs that have an alarm.
@@ -257,7 +264,7 @@ class Comparison:
         return self._modes.get(name) or summary.direction(name)
 
     def values(self, group: Group, name: str) -> list[float]:
-        """Return a measure of the runs of a group that have it."""
+        """Return a measure, or the last value of a column, of the runs of a group that have it."""
         return [each[name] for run in group.runs if name in (each := self.of[id(run)])]
 
     def differences(self, base: Group, other: Group, name: str) -> dict[int, float]:
@@ -306,22 +313,38 @@ LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasci
 LATEX |= {"[": "{[}", "]": "{]}"}  # after a line break, it would be an optional argument
 
 
-def latex(compared: Comparison) -> str:
+def latex(compared: Comparison, columns: Sequence[str] = (), percent: bool = False) -> str:
     r"""Return a table of groups in LaTeX, which needs the package booktabs.
 
-    Columns are the final value of the metric, and the metrics of the test. A cell is the mean over
-    the seeds, and their sample standard deviation with two digits. The best mean of a column is
-    bold if the seeds separate it from all other groups, and its name tells whether more or less is
-    better. Runs with an alarm are never the best.
+    A cell is the mean over the seeds, and their sample standard deviation with two digits. The best
+    mean of a column is bold if the seeds separate it from all other groups, and its name tells
+    whether more or less is better. Runs with an alarm are never the best.
+
+    Args:
+        compared: Measures of the groups.
+        columns: Measures, or columns of the tables of rounds of which the last value counts. By
+            default, the final value of the metric, and the metrics of the test.
+        percent: Whether shares are in percent: values from 0 to 1 of which more is better.
+
+    Raises:
+        FederationError: If no run has a column.
     """
-    tested = {name for run in compared.runs for name in run.test.get("metrics", {})}
-    columns = [name for name in compared.names if name.startswith("final ") or name in tested]
-    cells = [[_text(group.name)] for group in compared.groups]
+    if not columns:
+        tested = {name for run in compared.runs for name in run.test.get("metrics", {})}
+        columns = [name for name in compared.names if name.startswith("final ") or name in tested]
+    known = dict.fromkeys([*compared.names, *(n for each in compared.of.values() for n in each)])
+    if unknown := [name for name in columns if name not in known]:
+        raise FederationError(f"no run has a column {unknown[0]!r}: they have {', '.join(known)}")
+    head, cells = ["group"], [[_text(group.name)] for group in compared.groups]
     for name in columns:
+        every = [compared.values(group, name) for group in compared.groups]
+        is_share = compared.mode(name) == "max" and all(0 <= v <= 1 for each in every for v in each)
+        factor = 100 if percent and is_share else 1
+        head.append(_text(name + " (%)" * (factor > 1)))
         best, close = compared.best(name) or (None, [""])
-        for at, group in enumerate(compared.groups):
-            values = compared.values(group, name)
-            cells[at].append(_cell(values, at == best and not close) + _how_many(values, group))
+        for at, (group, values) in enumerate(zip(compared.groups, every, strict=True)):
+            cell = _cell([factor * value for value in values], at == best and not close)
+            cells[at].append(cell + _how_many(values, group))
     seeds = words.span([len(group.runs) for group in compared.groups])
     modes = {name: compared.mode(name) or "not known whether max or min" for name in columns}
     lines = [
@@ -331,7 +354,7 @@ def latex(compared: Comparison) -> str:
         *(f"% {_text(name)}: {mode} is best." for name, mode in modes.items()),
         *(f"% {_text(alarm)}" for alarm in compared.alarms),
         f"\\begin{{tabular}}{{l{'r' * len(columns)}}}",
-        *("\\toprule", _row(["group", *map(_text, columns)]), "\\midrule"),
+        *("\\toprule", _row(head), "\\midrule"),
         *(*map(_row, cells), "\\bottomrule"),
         "\\end{tabular}",
     ]

@@ -10,17 +10,16 @@ from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogg
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fl.callbacks.client_history import HISTORY
+from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.callbacks.report import RunReport, run_folder
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.table import TABLE
 from lightning_fl.report.write import report
 
-#: Files that are logged at the end of a fit, if they exist.
-FILES = (
-    *("config.yaml", "partition.json", "environment.json", TABLE, "participation.csv", HISTORY),
-    *("rounds.png", "aggregator.png", "policy.png"),
-)
+#: Files that are written at the start of a fit, and those that exist after its first round.
+STARTED = ("partition.json", "environment.json")
+FINISHED = ("rounds.png", "aggregator.png", "policy.png", "participation.csv", HISTORY, TABLE)
 
 
 class LogFiles(Callback):
@@ -33,8 +32,8 @@ class LogFiles(Callback):
     - MLflow keeps them as artifacts of the run.
     - TensorBoard shows the pictures; ``lightning-fl report`` writes the report.
 
-    The callback comes after :class:`~lightning_fl.callbacks.RunReport`, which writes the files. The
-    command line adds both.
+    Files that an earlier fit has left in the folder are not logged. The callback comes after
+    :class:`~lightning_fl.callbacks.RunReport`, which writes the files. The command line adds both.
 
     Raises:
         FederationError: At the start of a fit, if there is no ``RunReport`` before this callback.
@@ -61,10 +60,15 @@ class LogFiles(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the report, and log it and the other files."""
-        keep_pages = any(isinstance(each, WandbLogger | MLFlowLogger) for each in trainer.loggers)
-        if self._folder is not None and keep_pages and loop_of(trainer, "LogFiles").rows:
-            self._log(trainer, report(self._folder).name)
-        self._log(trainer, *FILES)
+        if self._folder is None:
+            return
+        has_config = any(isinstance(each, RunConfig) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        names = [*STARTED, *["config.yaml"] * has_config]
+        if loop_of(trainer, "LogFiles").rows:
+            names += FINISHED
+            if any(isinstance(each, WandbLogger | MLFlowLogger) for each in trainer.loggers):
+                names.append(report(self._folder).name)
+        self._log(trainer, *names)
         self._folder = None
 
     def on_exception(

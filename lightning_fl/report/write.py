@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -36,6 +37,8 @@ def report(
     metric: str | None = None,
     mode: Literal["max", "min"] | None = None,
     latex: str | Path | None = None,
+    columns: Sequence[str] = (),
+    percent: bool = False,
 ) -> Path:
     """Write a report on one run, or a comparison of several runs.
 
@@ -56,13 +59,17 @@ def report(
         mode: Whether the best value of ``metric`` is its ``max`` or its ``min``. None means
             the name tells, as in ``val_loss``, ``rmse``, ``val_acc`` or ``f1``.
         latex: File for a table of the groups in LaTeX, in addition to the page.
+        columns: Columns of this table: measures of the page's table of groups, or last values of
+            columns of ``rounds.csv``. By default, the final metric and the metrics of the test.
+        percent: Whether values from 0 to 1 of which more is better are in percent in this table.
 
     Returns:
         Path of the report.
 
     Raises:
-        FederationError: If there is no run, its table of rounds cannot be read, no run has the
-            metric, or a file cannot be written.
+        FederationError: If there is no run, a run is in two groups, its table of rounds cannot be
+            read, no run has the metric or a column, there is a mode without a metric, or a file
+            cannot be written.
     """
     named = runs if isinstance(runs, Mapping) else {"": runs}
     found = {
@@ -72,6 +79,9 @@ def report(
     folders = [folder for each, _ in found.values() for folder in each]
     if not folders:
         raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
+    (often, count), *_ = Counter(folder.resolve() for folder in folders).most_common(1)
+    if count > 1:
+        raise FederationError(f"{often} is in several groups: pass it once")
     alone = len(folders) == 1
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
     if path.suffix != ".html":
@@ -79,10 +89,11 @@ def report(
     groups = _judged({name: each for name, (each, _) in found.items() if each}, metric, mode)
     left_out = [note for _, notes in found.values() for note in notes]
     page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
+    table = "" if latex is None else table_of(Comparison(groups), columns, percent)
     with error_context(f"{path} could not be written, choose another output", OSError):
         write_atomically(path, html(page).encode(errors="replace"))
         if latex is not None:
-            write_atomically(latex, table_of(Comparison(groups)))
+            write_atomically(latex, table)
     return path
 
 
@@ -90,6 +101,8 @@ def _judged(
     named: Mapping[str, Sequence[Path]], metric: str | None, mode: str | None
 ) -> list[Group]:
     """Read the runs, and return them in groups with the metric that was asked for."""
+    if metric is None and mode is not None:
+        raise FederationError(f"mode={mode} is for a metric: set metric, too")
     mode = mode or direction(metric or "acc")
     if mode is None:
         raise FederationError(

@@ -23,8 +23,9 @@ from lightning_fl.callbacks import (
     RunReport,
 )
 from lightning_fl.callbacks.report import round_figure
-from lightning_fl.objectives import Proximal, RepresentationMatching
+from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
 from lightning_fl.policies import Schedule, Stragglers
+from lightning_fl.report import read_run
 from lightning_fl.types import FederationError
 
 PNG = b"\x89PNG\r\n"
@@ -220,6 +221,19 @@ def test_the_loss_of_each_client_is_that_of_the_model_which_it_received(run, tmp
     assert {row["score"] for row in table} == {""}
 
 
+@pytest.mark.filterwarnings("ignore:.*dropped")
+def test_losses_and_rules_are_the_same_for_vectorized_clients(fit, data, tmp_path):
+    module = ClientModule(nn.Linear(6, 3)).double()
+    nn.init.zeros_(module.net.weight)
+    user = VectorizedClients(module, 2, compile=False)
+    loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=2), seed=1)
+    fit(user, loop, data(), rounds=2, callbacks=[RunReport(), Poison()])
+    first, *_ = (float(row["loss"]) for row in history(tmp_path))
+    assert 0.5 < first < 2
+    assert all(row["loss"] for row in history(tmp_path))  # also of the client that is dropped
+    assert [row["outcome"] for row in history(tmp_path)][2::4] == ["non_finite"] * 2
+
+
 def test_scores_of_clients_are_in_the_rounds_that_evaluate_them(run, data, tmp_path):
     evaluation = PersonalizedEvaluation(every_n_rounds=2)
     loop = FederatedLoop(clients_per_round=2, seed=0)
@@ -274,6 +288,21 @@ def test_a_finished_run_resumed_changes_nothing(fit, data, tmp_path, pictures):
     before = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".ckpt"}
     interrupted(fit, data, folder, 3, ckpt_path=folder / "last.ckpt")
     assert {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".ckpt"} == before
+
+
+@pytest.mark.parametrize("missing", [["participation.csv", BY_ROUND], []])
+def test_a_run_that_was_killed_before_its_last_file_is_finished_when_resumed(
+    fit, data, tmp_path, missing
+):
+    interrupted(fit, data, tmp_path, 3)
+    for name in missing:
+        (tmp_path / name).unlink()
+    started = environment(tmp_path) | {"state": "started"}
+    (tmp_path / "environment.json").write_text(json.dumps(started))
+    interrupted(fit, data, tmp_path, 3, ckpt_path=tmp_path / "last.ckpt")
+    assert sum(int(row["rounds"]) for row in clients(tmp_path)) == len(history(tmp_path)) == 6
+    assert environment(tmp_path)["state"] == "finished"
+    assert len(read_run(tmp_path).outcomes.rows) == 6
 
 
 def test_tables_of_clients_of_an_earlier_fit_are_removed(run, tmp_path):
@@ -339,6 +368,15 @@ def test_each_client_is_measured_with_the_model_that_it_would_start_from(
     assert found != [right(flat(module), made, client) for client in range(4)]
     # What the module has is the server's again.
     torch.testing.assert_close(flat(module), models.mean(0))
+
+
+def test_what_stays_with_clients_is_measured_with_them(fit, data, tmp_path):
+    module = FedEM(nn.Linear(6, 3), 2, lambda p: torch.optim.SGD(p, lr=0.1)).double()
+    loop = FederatedLoop(policy=Schedule(num_steps=3))
+    measured(fit, data, module, loop)
+    assert len({row["train_acc"] for row in clients(tmp_path)} - {""}) >= 1
+    # The logarithm of 0.5 was rounded to float32 when the module was made.
+    torch.testing.assert_close(module.weights, torch.full((2,), 0.5).double(), atol=1e-8, rtol=0)
 
 
 def test_a_network_that_is_replaced_is_measured_as_it_is(fit, data, tmp_path):

@@ -402,6 +402,16 @@ def test_a_run_without_nodes_ends():
         made.configure_train(1, None, None, Nodes({}))
 
 
+def test_a_round_without_a_reply_ends_the_run():
+    made = in_the_run(begun())
+    made.configure_train(1, None, None, Nodes({70: node(0), 71: node(1)}))
+    with (
+        pytest.warns(UserWarning, match=r"clients \[0, 1\] have not replied within 3600 seconds"),
+        pytest.raises(FederationError, match=r"failed. round 1: clients \[0, 1\] have not replied"),
+    ):
+        made.aggregate_train(1, [])
+
+
 def message(node, content):
     return SimpleNamespace(
         has_error=lambda: False, metadata=SimpleNamespace(src_node_id=node), content=content

@@ -185,6 +185,34 @@ def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alar
     assert page.alarms[0] in Page(html(page)).text
 
 
+def test_the_clients_that_lost_most_are_named_first(folder):
+    lines = ["1,2222", "2,1222", "3,1102"]
+    names = "client,train_samples,name\n3,1,east\n0,1,north\n"
+    path = write_by_round(folder(participation__csv=names), *lines)
+    (alarm,) = about_run(read_run(path)).alarms
+    assert alarm.endswith(
+        "rounds: client 2 in 2 of 2, client 3 (east) in 3 of 3, client 1 in 2 of 3,"
+        " client 0 (north) in 1 of 3."
+    )
+
+
+def test_a_run_in_which_every_update_was_dropped_is_never_the_best(folder):
+    rounds = "round,clients,dropped,non_finite,kept,val_acc\n1,2,2,2,1,0.9\n2,2,2,2,1,0.9\n"
+    lost = {"rounds__csv": rounds}
+    lost["client_losses__csv__gz"] = by_round("1,55", "2,55", legend="5=non_finite")
+    bare = {"client_losses__csv__gz": None}
+    groups = [
+        Group(name, [read_run(folder(f"{name}/v", (0.1, last), **bare))])
+        for name, last in (("good", 0.2), ("fine", 0.3))
+    ]
+    for name, files in (("lost", lost), ("bare", lost | bare)):
+        groups.append(Group(name, [read_run(folder(f"{name}/v", **files))]))
+    page = about_groups(groups)
+    assert page.lead[-1].startswith("fine has the best final val_acc, 0.3.")
+    assert page.lead[-1].endswith("Runs with an alarm are left out.")
+    assert sum("kept the global model in 2 rounds" in text for text in page.alarms) == 2
+
+
 def test_numbers_that_are_not_finite_are_gaps(folder):
     cells = ["nan", "inf", "-inf", "1e308", "-1e308"]
     rounds = "round,clients,val_acc,train_loss\n" + "".join(
@@ -292,6 +320,8 @@ def test_runs_are_judged_by_the_metric_that_is_asked_for(folder, tmp_path):
     assert [panel.ylabel for panel in panels.panels] == ["own_score", "accuracy"]
     with pytest.raises(FederationError, match="no run has a metric 'f1': they have round, clients"):
         text(runs, metric="f1")
+    with pytest.raises(FederationError, match="mode=min is for a metric: set metric, too"):
+        text(runs, mode="min")
 
 
 @pytest.mark.parametrize("name", ["val_mse", "val_mae", "rmse", "val_nll", "perplexity"])
@@ -332,6 +362,12 @@ def test_runs_of_a_named_group_that_differ_are_a_warning(two_groups, tmp_path):
     assert "config.yaml of digits/version_2" in text
 
 
+def test_a_run_belongs_to_one_group(two_groups, tmp_path):
+    named = {"one": two_groups, "": [two_groups / "version_0"]}
+    with pytest.raises(FederationError, match="version_0 is in several groups: pass it once"):
+        report(named, tmp_path / "twice.html")
+
+
 def test_the_comparison_lists_every_run_and_what_differs(two_groups):
     folders, _ = find_runs([two_groups])
     page = about_groups(group([read_run(folder) for folder in folders]))
@@ -370,6 +406,21 @@ def test_options_that_a_run_leaves_at_their_default_are_named_so(folder, config)
         ["model.terms.0", "-", "Proximal"],
         ["model.terms.0.mu", "-", "0.1"],
     ]
+
+
+def test_seeds_of_a_script_are_compared(folder):
+    seeds = {"a": (1, 2, 3), "b": (1, 2, 3)}
+    folders = [
+        folder(
+            f"{name}/version_{at}", config__yaml=None, environment__json=json.dumps({"seed": seed})
+        )
+        for name, each in seeds.items()
+        for at, seed in enumerate(each)
+    ]
+    page = about_groups(group([read_run(each) for each in folders]))
+    assert "6 runs in 2 groups" in page.lead[0]
+    paired = next(section for section in page.sections if section.title == "Paired seeds")
+    assert paired.tables[0].rows[0][0] == "b"
 
 
 def test_runs_that_have_nothing_in_common_can_be_compared(folder, config):
@@ -793,13 +844,18 @@ def test_the_best_mean_of_a_table_in_latex_is_bold_if_the_seeds_separate_it(thre
     path = tmp_path / "table.tex"
     report(near, tmp_path / "page.html", latex=path)
     assert rows_of(path)[1:] == [["low", r"$0.20 \pm 0.10$"], ["high", r"$0.37 \pm 0.21$"]]
-    report(far, tmp_path / "page.html", latex=path)
+    columns = ["final val_acc", "dropped", "bytes_up", "val_acc"]
+    report(far, tmp_path / "page.html", latex=path, columns=columns, percent=True)
     head, *rows = rows_of(path)
-    assert head == ["group", r"final val\_acc"]
-    assert rows == [["a", r"$0.20 \pm 0.11$"], ["b", r"$\mathbf{0.60} \pm 0.11$"]]
+    assert head == ["group", r"final val\_acc (\%)", "dropped", r"bytes\_up", r"val\_acc (\%)"]
+    bold = r"$\mathbf{60} \pm 11$"
+    assert rows[0] == ["a", r"$20 \pm 11$", "$0$", r"$2{,}000{,}000$", r"$20 \pm 11$"]
+    assert rows[1] == ["b", bold, "$0$", r"$2{,}000{,}000$", bold]
     text = path.read_text()
     assert text.startswith(r"% Needs \usepackage{booktabs}.")
     assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
+    with pytest.raises(FederationError, match="no run has a column 'f1': they have final val_acc"):
+        report(far, tmp_path / "page.html", latex=path, columns=["f1"])
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -807,6 +863,13 @@ def test_names_are_text_in_latex(three_seeds, tmp_path):
     path = tmp_path / "table.tex"
     report(three_seeds(**{r"A&B_50%\x": (0.5,)}), tmp_path / "page.html", latex=path)
     assert rows_of(path)[1][0] == r"A\&B\_50\%\textbackslash{}x"
+
+
+def test_cells_that_a_spreadsheet_would_compute_are_text(three_seeds):
+    runs = {name: [read_run(p) for p in paths] for name, paths in three_seeds(a=(0.5,)).items()}
+    page = about_groups([Group("=1+1", runs["a"]), Group("b", runs["a"])])
+    (section,) = (section for section in page.sections if section.title == "Runs")
+    assert section.verbatim[0].content.splitlines()[1].startswith("a/version_0,'=1+1,0,2,0.5,")
 
 
 @pytest.mark.parametrize(

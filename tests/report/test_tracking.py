@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_fl.callbacks import FederatedLoop, RunReport
 from lightning_fl.policies import Schedule
-from lightning_fl.report import LogFiles
+from lightning_fl.report import LogFiles, tracking
 from lightning_fl.types import FederationError
 from tutorial import Net
 from two_classes import samples
@@ -144,6 +145,25 @@ def test_a_tracker_that_takes_no_files_does_not_fail_the_run(tmp_path, monkeypat
     with pytest.warns(UserWarning, match="did not accept .*png: division by zero"):
         trainer = fit(tmp_path, logger)
     assert trainer.current_epoch == ROUNDS
+
+
+class FailingAtOnce(Net):
+    """A module that fails at its first batch."""
+
+    def training_step(self, batch, batch_idx):
+        raise ValueError("at once")
+
+
+def test_files_of_an_earlier_fit_are_not_logged(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(tracking, "_log_one", lambda logger, file: given.append(file.name))
+    fit(tmp_path, False)
+    for name in ("aggregator.png", "policy.png", "report.html", "config.yaml"):
+        (tmp_path / name).write_text("of an earlier fit")
+    with pytest.raises(ValueError, match="at once"):
+        fit(tmp_path, DummyLogger(), module=FailingAtOnce())
+    assert (tmp_path / "rounds.csv").exists()  # as it was
+    assert set(given) == {"partition.png", "partition.json", "environment.json"}
 
 
 def test_pictures_of_an_earlier_fit_are_removed(tmp_path):
