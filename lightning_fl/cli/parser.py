@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import SUPPRESS, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, HelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_args
@@ -64,7 +64,7 @@ def one_cause(error: BaseException) -> str:
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser, with errors of one cause."""
+    """Lightning's parser, with a shorter help, and errors of one cause."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with one line: the option, and the innermost cause."""
@@ -73,6 +73,13 @@ class Parser(LightningArgumentParser):
         if ex is None or ex.__cause__ is None:
             fail(f"{message}; usage: {self.usage}")
         fail(one_cause(ex))
+
+    def format_help(self, formatter: HelpFormatter | None = None) -> str:
+        """Return the help: only that of ``fit`` has the options of a configuration."""
+        for action in self._actions:
+            if not self.prog.endswith("fit") and action.dest not in OF_ALL:
+                action.help = SUPPRESS
+        return super().format_help(formatter)
 
     def _check_value_key(self, action: Any, value: Any, key: str, *args: Any, **more: Any) -> Any:
         """Check a value of a file, or of the arguments of a class."""
@@ -109,8 +116,7 @@ def describe(parser: LightningArgumentParser, command: str) -> None:
     parser.usage = f"lightning-fl {command} --config FILE [options]"
     parser.description = FIT if command == "fit" else f"{COMMANDS[command]} {WITH_FIT}"
     for action in parser._actions:
-        is_shown = command == "fit" or action.dest in OF_ALL
-        action.help = HELP.get(action.dest, action.help) if is_shown else SUPPRESS
+        action.help = HELP.get(action.dest, action.help)
     named: Any = parser.groups
     groups: Any = parser._action_groups
     groups.sort(key=lambda group: group is not named["federation"])

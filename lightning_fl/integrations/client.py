@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -80,6 +80,12 @@ class RemoteClient:
             raise FederationError(
                 f"the Trainer of a remote client cannot have {taken[0]}: the server says what it"
                 " trains"
+            )
+        places = self.trainer.keys() & {"accelerator", "devices", "num_nodes", "strategy"}
+        own = {name: self.trainer[name] for name in places}
+        if (count := server.trainer_of(own, Callback(), 1).world_size) != 1:
+            raise FederationError(
+                f"a remote client trains in one process, and its Trainer has {count}: set devices=1"
             )
         if not isinstance(data, FederatedDataModule):
             data = FromClients([data], batch_size=batch_size, val_size=0)

@@ -309,6 +309,7 @@ def test_client_of_another_version_is_refused():
         ({"trainer": {"max_epochs": 3}}, "cannot have max_epochs: the server says"),
         ({"trainer": {"callbacks": []}}, "cannot have callbacks: the server says"),
         ({"trainer": {"fast_dev_run": True}}, "cannot have fast_dev_run: the server says"),
+        ({"trainer": {"accelerator": "cpu", "devices": 2}}, "and its Trainer has 2: set devices=1"),
     ],
 )
 def test_wrong_option_of_a_client_raises(options, match):
