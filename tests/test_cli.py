@@ -317,7 +317,7 @@ def test_a_folder_of_checkpoints_that_is_a_file_is_an_error(cli, tmp_path):
 def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(cli, tmp_path):
     seen = []
     for clients in (10, 100):
-        root = tmp_path / str(clients)
+        root = Path(f"Runs{clients}")  # not the name of a class
         out = cli(
             *FIT,
             "--data.init_args.partition=IID",

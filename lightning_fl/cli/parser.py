@@ -149,6 +149,8 @@ def check_file(path: str) -> None:
 
 def class_names(kind: Any) -> set[str]:
     """Return the names of the classes of which an option of a type takes objects."""
+    if isinstance(kind, type) and issubclass(kind, os.PathLike):
+        return set()  # a text is the path itself
     if isinstance(kind, type) and kind.__module__ != "builtins":
         return {kind.__name__}.union(*map(class_names, kind.__subclasses__()))
     return set[str]().union(*map(class_names, get_args(kind)))
@@ -159,8 +161,8 @@ def refuse_class(action: Any, value: Any, key: str) -> None:
     known = sorted(n for n in class_names(getattr(action, "_typehint", None)) if n[0] != "_")
     for part in value if isinstance(value, list) else [value]:
         name = part.get("class_path") if isinstance(part, dict) else part
-        found = re.fullmatch(r"([A-Z]\w*)(\(.*\))?", str(name))
-        if not known or found is None or name in known:
+        found = isinstance(name, str) and re.fullmatch(r"([A-Z]\w*)(\(.*\))?", name)
+        if not known or not found or name in known:
             continue
         (nearest,) = get_close_matches(found[1], known, n=1, cutoff=0)
         if found[2]:

@@ -312,6 +312,16 @@ def test_tables_of_clients_of_an_earlier_fit_are_removed(run, tmp_path):
     assert not {"participation.csv", BY_ROUND} & set(names(tmp_path))
 
 
+def test_a_run_that_began_without_a_report_does_not_count_half(fit, data, tmp_path):
+    module = ClientModule(nn.Linear(6, 3)).double()
+    checkpoint = [RoundCheckpoint(tmp_path)]
+    loop = FederatedLoop(clients_per_round=2, seed=0)
+    fit(module, loop, data(), rounds=2, callbacks=checkpoint, enable_checkpointing=True)
+    interrupted(fit, data, tmp_path, 4, ckpt_path=tmp_path / "last.ckpt")
+    assert list(clients(tmp_path)[0]) == ["client", "train_samples", "train_acc"]
+    assert not (tmp_path / BY_ROUND).exists()
+
+
 # --- how well the server's model does for each client ---------------------------------------------
 
 

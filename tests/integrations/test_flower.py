@@ -34,6 +34,7 @@ import flower_apps  # noqa: E402  # imports flwr
 from flwr.app import RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
+from lightning_fl.integrations import flower  # noqa: E402
 from lightning_fl.integrations.flower import FederationStrategy, packed  # noqa: E402
 
 
@@ -477,6 +478,20 @@ def test_a_first_round_in_which_all_clients_fail_ends_the_run():
     with pytest.warns(UserWarning, match="has failed and is dropped|dropped 2 of 2|0 of 2 clients"):
         made.aggregate_train(1, failed)
     assert made.server.rows[0]["dropped"] == 2
+
+
+def test_a_finished_checkpoint_says_that_nothing_is_trained(tmp_path, monkeypatch):
+    file = tmp_path / "server.pt"
+    server = begun().server
+    server.begin([12, 12], [3, 3], checkpoint=file)
+    server.tasks()
+    with pytest.warns(UserWarning, match="dropped 2 of 2|0 of 2 clients returned"):
+        server.finish({})
+    said, made = [], begun()
+    made.checkpoint = file
+    monkeypatch.setattr(flower.LOG, "info", lambda text, *values: said.append(text % values))
+    made.start(Nodes({70: node(0), 71: node(1)}), num_rounds=1)
+    assert f"resuming after round 1 of 1: {file}" in said
 
 
 CONFIG = """
