@@ -22,6 +22,7 @@ from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.contracts.update import ServerState
+from lightning_fl.errors import first_line
 from lightning_fl.extras import imported
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.files import csv_text, write_atomically
@@ -40,19 +41,9 @@ CLIENTS = "participation.csv"
 FORMAT = "lightning_fl environment 1"
 #: Packages with versions listed in environment.json.
 PACKAGES = (
-    "lightning_fl",
-    "torch",
-    "lightning",
-    "torchmetrics",
-    "torchvision",
-    "torchaudio",
-    "numpy",
-    "scipy",
-    "scikit-learn",
-    "matplotlib",
+    *("lightning_fl", "torch", "lightning", "torchmetrics", "torchvision", "torchaudio"),
+    *("numpy", "scipy", "scikit-learn", "matplotlib"),
 )
-
-
 #: Maximum size of the picture of a split, classes times clients.
 MOST_CELLS = 10_000_000
 
@@ -134,12 +125,12 @@ class RunReport(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the figures of the run, and that it is finished."""
-        if self._folder is None:  # No rounds were left.
+        if self._folder is None:  # no rounds were left
             self._folder = run_folder(trainer)
-            if self._folder is None or is_finished(self._folder):
+            if self._folder is None or _is_finished(self._folder):
                 return
             self._write_clients(trainer, "the run was killed before its end")
-        self._end(trainer, "finished")
+        self._end(trainer, self._folder, "finished")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -147,7 +138,7 @@ class RunReport(Callback):
         """Write the files of the run so far."""
         if self._folder is not None:
             self._write_clients(trainer, "the run was interrupted")
-            self._end(trainer, type(exception).__name__)
+            self._end(trainer, self._folder, first_line(exception))
 
     @staticmethod
     @rank_zero_only
@@ -157,10 +148,10 @@ class RunReport(Callback):
         for name in (CLIENTS, HISTORY):
             (folder / name).unlink(missing_ok=True)
 
-    def _end(self, trainer: Trainer, state: str) -> None:
+    def _end(self, trainer: Trainer, folder: Path, state: str) -> None:
         """Draw the figures. The state comes last: it says that all other files are written."""
-        loop, folder = _loop(trainer), self._folder
-        if folder is not None and loop.rows:
+        loop = _loop(trainer)
+        if loop.rows:
             _save(round_figure(loop.rows), folder / "rounds.png")
         self._write_environment(trainer, state)
         self._folder = None
@@ -172,8 +163,7 @@ class RunReport(Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if self._folder is None or not _loop(trainer).rows:
             return
-        names = data.client_names
-        clients = range(len(data.num_samples))
+        names, clients = data.client_names, range(len(data.num_samples))
         columns: dict[str, list[Any]] = {} if names is None else {"name": names[: len(clients)]}
         columns["train_samples"] = list(map(len, data.parts))  # of the whole stream
         if self.history is not None:
@@ -197,6 +187,7 @@ class RunReport(Callback):
         options = loop.options
         module, data = user_module(trainer.lightning_module), trainer.datamodule  # type: ignore[attr-defined]
         evaluation = _evaluation(trainer)
+        terms = module.terms if isinstance(module, ClientModule) else ()
         described = {
             "format": FORMAT,
             "state": state,
@@ -207,16 +198,12 @@ class RunReport(Callback):
             "module": type(module).__name__,
             "network": network_name(module),
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
-            "terms": [describe(t) for t in module.terms]
-            if isinstance(module, ClientModule)
-            else [],
+            "terms": list(map(describe, terms)),
             "optimizer": ", ".join(map(_optimizer, trainer.optimizers)),
             "clients_per_round": options.clients_per_round,
             "client_fraction": options.client_fraction,
-            "aggregator": describe(options.aggregator),
-            "policy": describe(options.policy),
-            "sampler": describe(options.sampler),
-            "update_transforms": [describe(transform) for transform in options.update_transforms],
+            **{name: describe(vars(options)[name]) for name in ("aggregator", "policy", "sampler")},
+            "update_transforms": list(map(describe, options.update_transforms)),
             "client_metric": None if evaluation is None else evaluation.metric_name,
             "no train_acc": self._reason,
             "machine": {
@@ -244,7 +231,7 @@ class RunReport(Callback):
             self.history.load_state_dict(state_dict)
 
 
-def is_finished(folder: Path) -> bool:
+def _is_finished(folder: Path) -> bool:
     """Return whether a fit in a folder has written all of its files."""
     path = folder / "environment.json"
     return path.is_file() and json.loads(path.read_text()).get("state") == "finished"
@@ -300,7 +287,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
                 scores = torch.cat(evaluate(trainer, runner.module, batches, accuracy, seed=0))
                 own[client] = float(scores[:most].mean())
         except Exception as error:  # in a user's module: must not fail a finished run
-            reason = f"{type(error).__name__}: {error}"
+            reason = first_line(error)
     every = gathered((own, reason)) if trainer.world_size > 1 else [(own, reason)]
     if reasons := [reason for _, reason in every if reason is not None]:
         return reasons[0]

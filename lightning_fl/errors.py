@@ -33,11 +33,11 @@ def check_package(value: Any, kind: type) -> None:
         )
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     r"""Return the class of an error and the first line of its message.
 
     Example:
-        >>> first_line(ValueError("wrong\nin many words"))
-        'ValueError: wrong'
+        >>> first_line(ValueError("wrong\nin many words")), first_line(KeyboardInterrupt())
+        ('ValueError: wrong', 'KeyboardInterrupt')
     """
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")

@@ -1,7 +1,16 @@
-"""A package that imports pytorch_lightning, in processes of their own: the alias stays."""
+"""A package that imports pytorch_lightning gets lightning."""
 
-import subprocess
 import sys
+from importlib import import_module
+from types import ModuleType
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_fl import FederatedDataModule, FederatedLoop
+from lightning_fl.types import FederationError
 
 PACKAGE = """
 import torch
@@ -18,49 +27,43 @@ class Theirs(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         return self.net(batch[0]).square().mean()
 
+    def validation_step(self, batch, batch_idx):
+        pass
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 """
-PROGRAM = """
-import lightning_fl.compat
-import lightning as L
-import torch
-from lightning.pytorch.callbacks import Callback
-from torch.utils.data import TensorDataset
-
-import theirs
-from lightning_fl import FederatedDataModule, FederatedLoop
-
-assert theirs.Callback is Callback and theirs.seed_everything is L.seed_everything
-assert L.pytorch.__spec__.name == "lightning.pytorch"
-data = FederatedDataModule(TensorDataset(torch.rand(20, 4)), num_clients=2, val_size=0)
-loop = FederatedLoop()
-trainer = theirs.pl.Trainer(
-    max_epochs=1, accelerator="cpu", callbacks=[loop], logger=False, enable_checkpointing=False
-)
-trainer.fit(theirs.Theirs(), datamodule=data)
-print(len(loop.rows))
-"""
-TOO_LATE = """
-import sys, types
-sys.modules["pytorch_lightning"] = types.ModuleType("pytorch_lightning")
-import lightning_fl.compat
-"""
 
 
-def run(code, folder):
-    (folder / "theirs.py").write_text(PACKAGE)
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+@pytest.fixture(autouse=True)
+def no_alias(monkeypatch):
+    """Nothing has imported the alias, and nothing has it after the test."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    names = ("pytorch_lightning", "lightning_fabric", "theirs")
+    alias = [name for name in sys.modules if name.partition(".")[0] in names]
+    for name in ("lightning_fl.compat", *alias):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name == "lightning_fl.compat" or name.partition(".")[0] in names:
+            del sys.modules[name]
 
 
-def test_a_module_of_pytorch_lightning_is_one_of_lightning(tmp_path):
-    done = run(PROGRAM, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "1"
+def test_a_module_of_pytorch_lightning_is_one_of_lightning(tmp_path, monkeypatch, trainer):
+    (tmp_path / "theirs.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import_module("lightning_fl.compat")
+    theirs = import_module("theirs")
+    assert theirs.Callback is L.pytorch.callbacks.Callback
+    assert theirs.seed_everything is L.seed_everything
+    assert L.pytorch.__spec__.name == "lightning.pytorch"
+    data = FederatedDataModule(TensorDataset(torch.rand(20, 4)), num_clients=2, val_size=0)
+    trainer(loop := FederatedLoop(), 1).fit(theirs.Theirs(), datamodule=data)
+    assert len(loop.rows) == 1
 
 
-def test_the_alias_comes_first(tmp_path):
-    done = run(TOO_LATE, tmp_path)
-    assert done.returncode == 1
-    assert "pytorch_lightning has been imported before lightning_fl.compat" in done.stderr
+def test_the_alias_comes_first(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", ModuleType("pytorch_lightning"))
+    with pytest.raises(FederationError, match="has been imported before"):
+        import_module("lightning_fl.compat")

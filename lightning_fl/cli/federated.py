@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,39 +23,17 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fl.callbacks import (
-    FederatedLoop,
-    RoundCheckpoint,
-    RoundProgress,
-    RunReport,
-)
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress, RunReport
 from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.cli import INTERRUPTED, NOT_TRAINED, TERMINATED, fail
 from lightning_fl.cli.arguments import short_path, with_configs
-from lightning_fl.cli.parser import (
-    PARSER,
-    PARTS,
-    Parser,
-    check_file,
-    check_names,
-    describe,
-    one_cause,
-    refuse_call,
-)
+from lightning_fl.cli.parser import PARSER, PARTS, Parser, check_words, describe, one_cause
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.dropped import is_unusable
 from lightning_fl.files import error_context, write_atomically
 from lightning_fl.report import LogFiles
-from lightning_fl.report.run import (
-    IGNORED_BY_TEST,
-    TABLE,
-    TEST_FORMAT,
-    config_values,
-    differing_options,
-    values_of,
-    version_folders,
-)
+from lightning_fl.report.run import TABLE, TEST_FORMAT, changes_of_test, version_folders
 from lightning_fl.runners import VectorizedClients
 
 _CLI = TypeVar("_CLI", bound=LightningCLI)
@@ -155,13 +132,7 @@ class FederatedCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments, and check the configurations."""
         parser.usage = "lightning-fl COMMAND --config FILE [options]"
-        for word in args:
-            refuse_call(word)
-            path = word.rpartition("=")[2]
-            if path.endswith((".yaml", ".yml")) and Path(path).is_file():
-                check_file(path)
-        if args and args[0] in self._subcommand_parsers:
-            check_names(self._subcommand_parsers[args[0]], args)
+        check_words(self._subcommand_parsers.get(args[0] if args else ""), args)
         super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand]
         if empty := [name for name in PARTS if config[name] is None]:
@@ -190,10 +161,10 @@ class FederatedCLI(LightningCLI):
         config, is_fit = self.config[self.config.subcommand], self.config.subcommand == "fit"
         root = Path(config.trainer.default_root_dir or ".").absolute()
         runs = version_folders(root)
-        newest_run = self.run_folder = runs[-1] if runs else root / "version_0"
+        self.run_folder = runs[-1] if runs else root / "version_0"
         given = config.ckpt_path or (None if is_fit else "last")  # do not test random parameters
         if given == "last":
-            run = self._run_of_config(config) or newest_run
+            run = self._run_of_config(config) or self.run_folder
             newest = self._newest(config, run)
             config.ckpt_path = None if newest is None else str(newest)
             if newest is not None:
@@ -210,8 +181,7 @@ class FederatedCLI(LightningCLI):
                 raise FederationError(
                     f"checkpoint {given} is not a file: set --ckpt_path to a file or last"
                 )
-            if path.parent in runs:
-                self.run_folder = path.parent
+            self.run_folder = path.parent if path.parent in runs else self.run_folder
 
     def _run_of_config(self, config: Any) -> Path | None:
         """Return the folder of a run if its own ``config.yaml`` is a config of the command."""
@@ -227,8 +197,8 @@ class FederatedCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Configure the output folder, the callbacks and the loggers of the Trainer."""
-        config = self._get(self.config_init, "trainer")
-        loop, checkpoint = (self._get(self.config_init, k) for k in ("federation", "checkpoint"))
+        names = ("trainer", "federation", "checkpoint")
+        config, loop, checkpoint = (self._get(self.config_init, name) for name in names)
         loop.table_name = str(self.run_folder / TABLE)
         if checkpoint.dirpath is None:
             checkpoint.dirpath = str(self.run_folder)
@@ -260,10 +230,8 @@ class FederatedCLI(LightningCLI):
         for name in ("config", "ckpt_path"):
             if config.get(name) is None:
                 config.pop(name, None)
-        text: str = self._parser(self.subcommand).dump(
-            config, skip_none=False, skip_validation=True
-        )
-        return text
+        parser = self._parser(self.subcommand)
+        return str(parser.dump(config, skip_none=False, skip_validation=True))
 
     def _loggers(self) -> list[Logger]:
         # CSVLogger deletes existing files in its folder, so a resumed run uses a new folder.
@@ -325,7 +293,7 @@ class FederatedCLI(LightningCLI):
             return
         used = Path(kwargs["ckpt_path"])
         folder = used.absolute().parent
-        if differing := self._differing_options(folder):
+        if differing := changes_of_test(folder, self._config_text()):
             changes = "; ".join(f"{k} is {t!r}, was {f!r}" for k, (f, t) in differing.items())
             rank_zero_warn(f"options of the test differ from the fit: {changes:.1000}")
         found = {
@@ -333,23 +301,12 @@ class FederatedCLI(LightningCLI):
             "checkpoint": used.name,
             "round": self._get(self.config_init, "federation").round or None,
             # JSON has no NaN.
-            "metrics": {
-                name: value if math.isfinite(value) else None
-                for each in metrics
-                for name, value in each.items()
-            },
+            "metrics": {n: v if math.isfinite(v) else None for m in metrics for n, v in m.items()},
             "seed": self._get(self.config, "seed_everything"),
             "differing options": differing,
         }
         write_atomically(folder / "test.json", json.dumps(found, indent=2, default=str) + "\n")
         print(f"Written to {short_path(folder / 'test.json')}")
-
-    def _differing_options(self, folder: Path) -> dict[str, tuple[Any, Any]]:
-        """Return the options that differ between the fit in a folder and this command."""
-        if not (folder / "config.yaml").is_file():
-            return {}  # the fit was run from Python
-        own = values_of(yaml.safe_load(self._config_text()))
-        return differing_options(config_values(folder / "config.yaml"), own, IGNORED_BY_TEST)
 
     def predict(self, **kwargs: Any) -> None:
         """Predict the test samples and write the outputs of the module, one tensor per batch."""

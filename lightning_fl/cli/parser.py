@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import SUPPRESS, HelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from difflib import get_close_matches
+from typing import Any, NoReturn, get_args
 
 import yaml
 from jsonargparse import DefaultHelpFormatter
@@ -14,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 # Every class that a config may name by its short name has to be imported.
 import lightning_fl.models
 import lightning_fl.optimizers
-import lightning_fl.transforms
+import lightning_fl.transforms  # noqa: F401
 from lightning_fl.cli import fail
 from lightning_fl.cli.arguments import COMMANDS, WITH_FIT
 from lightning_fl.errors import FederationError
@@ -62,7 +64,7 @@ def one_cause(error: BaseException) -> str:
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser, with a shorter help, and errors of one line."""
+    """Lightning's parser, with a shorter help, and errors of one cause."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with one line: the option, and the innermost cause."""
@@ -74,11 +76,18 @@ class Parser(LightningArgumentParser):
 
     def format_help(self, formatter: HelpFormatter | None = None) -> str:
         """Return the help: only that of ``fit`` has the options of a configuration."""
-        if not self.prog.endswith("fit"):
-            for action in self._actions:
-                if action.dest not in OF_ALL:
-                    action.help = SUPPRESS
+        for action in self._actions:
+            if not self.prog.endswith("fit") and action.dest not in OF_ALL:
+                action.help = SUPPRESS
         return super().format_help(formatter)
+
+    def _check_value_key(self, action: Any, value: Any, key: str, *args: Any, **more: Any) -> Any:
+        """Check a value of a file, or of the arguments of a class."""
+        try:
+            return super()._check_value_key(action, value, key, *args, **more)
+        except (TypeError, ValueError):
+            refuse_class(action, value, key)
+            raise
 
 
 #: Help of options that have another meaning here than in Python.
@@ -99,11 +108,7 @@ OF_ALL = ("help", "config", "print_config", "threads", "ckpt_path", "weights_onl
 #: Options of all parsers; ``prog`` also with ``python -m lightning_fl``.
 #:
 #: :meta hide-value:
-PARSER = {
-    "prog": "lightning-fl",
-    "formatter_class": _Formatter,
-    "allow_abbrev": False,
-}
+PARSER = {"prog": "lightning-fl", "formatter_class": _Formatter, "allow_abbrev": False}
 
 
 def describe(parser: LightningArgumentParser, command: str) -> None:
@@ -117,6 +122,20 @@ def describe(parser: LightningArgumentParser, command: str) -> None:
     groups.sort(key=lambda group: group is not named["federation"])
 
 
+def check_words(parser: LightningArgumentParser | None, words: Sequence[str]) -> None:
+    """Check the options of a command and the files of its configurations.
+
+    Args:
+        parser: Parser of the command; None if there is no such command.
+        words: The command and its arguments.
+    """
+    for path in (word.rpartition("=")[2] for word in words):
+        if path.endswith((".yaml", ".yml")) and os.path.isfile(path):
+            check_file(path)
+    if parser is not None:
+        check_names(parser, words)
+
+
 def check_file(path: str) -> None:
     """Check that a file of a configuration is YAML with options.
 
@@ -124,32 +143,47 @@ def check_file(path: str) -> None:
         FederationError: If it is not, or if a key stands twice, of which YAML would keep the last.
     """
     with error_context(f"config {path} cannot be read", ValueError, yaml.YAMLError, RecursionError):
-        if yaml.load(text := read_text(path), _UniqueKeys) is None:
+        if yaml.load(read_text(path), _UniqueKeys) is None:
             raise FederationError("it is empty")
-        for line in text.splitlines():
-            refuse_call(line)
 
 
-def refuse_call(text: str) -> None:
-    """Raise an error if a text ends with a class and its arguments, as they are written in Python.
+def class_names(kind: Any) -> set[str]:
+    """Return the names of the classes of which an option of a type takes objects."""
+    if isinstance(kind, type) and issubclass(kind, os.PathLike):
+        return set()  # a text is the path itself
+    if isinstance(kind, type) and kind.__module__ != "builtins":
+        return {kind.__name__}.union(*map(class_names, kind.__subclasses__()))
+    return set[str]().union(*map(class_names, get_args(kind)))
 
-    Args:
-        text: Argument of the command line, or line of a configuration.
-    """
-    found = re.search(r"(?:^|[:=])\s*([A-Z]\w+)\(.*\)$", text)
-    if found and any(hasattr(package, found[1]) for package in vars(lightning_fl).values()):
-        call, name = found[0].lstrip(":= "), found[1]
-        raise FederationError(f"{call} is Python: write {{class_path: {name}, init_args: {{...}}}}")
+
+def refuse_class(action: Any, value: Any, key: str) -> None:
+    """Raise an error if an option has a class that does not exist, or that is written in Python."""
+    known = sorted(n for n in class_names(getattr(action, "_typehint", None)) if n[0] != "_")
+    for part in value if isinstance(value, list) else [value]:
+        name = part.get("class_path") if isinstance(part, dict) else part
+        found = isinstance(name, str) and re.fullmatch(r"([A-Z]\w*)(\(.*\))?", name)
+        if not known or not found or name in known:
+            continue
+        (nearest,) = get_close_matches(found[1], known, n=1, cutoff=0)
+        if found[2]:
+            remedy = f"write {{class_path: {nearest}, init_args: {{...}}}}"
+            raise FederationError(f"{key}: {name} is Python: {remedy}")
+        raise FederationError(
+            f"{key}: there is no class {name}\nThe nearest name is {nearest}; a class of yours"
+            f" needs its module, such as my_module.{name}"
+        )
 
 
 def check_names(parser: LightningArgumentParser, args: Sequence[str]) -> None:
-    """Raise an error for the last name of an option alone, such as ``--max_epochs``."""
-    options = [option for action in parser._actions for option in action.option_strings]
-    for name in (word.partition("=")[0] for word in args if word.startswith("--")):
-        if "." not in name and name not in options:
-            whole = [option for option in options if option.endswith(f".{name[2:]}")]
+    """Raise an error for an unknown class, and for the last name of an option alone."""
+    actions = {option: action for action in parser._actions for option in action.option_strings}
+    for word, next_word in zip(args, [*args[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if word.startswith("--") and "." not in name and name not in actions:
+            whole = [option for option in actions if option.endswith(f".{name[2:]}")]
             whole = whole or ["its whole name, such as --federation.policy.init_args.lr"]
             raise FederationError(f"{name} is not an option: use {' or '.join(whole)}")
+        refuse_class(actions.get(name.removesuffix("+")), value or next_word, name[2:])
 
 
 class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types

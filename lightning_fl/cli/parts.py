@@ -18,12 +18,7 @@ from lightning_fl.check import COLUMNS, STEPS, CheckResult, Run, check_columns
 from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.errors import FederationError
-from lightning_fl.integrations.config import (
-    TRAINING,
-    UNSUPPORTED,
-    Configuration,
-    write_flower_app,
-)
+from lightning_fl.integrations.config import TRAINING, UNSUPPORTED, Configuration, write_flower_app
 from lightning_fl.partition import summary
 
 
@@ -56,15 +51,10 @@ class _PartsCLI(FederatedCLI):
             )
         callbacks = [each.class_path.rpartition(".")[2] for each in config.trainer.callbacks or ()]
         own = [f"trainer.{name}" for name in UNSUPPORTED if config.trainer[name] != usual[name]]
-        return Configuration(
-            self.parts.model,
-            self.parts.data,
-            self.parts.federation,
-            {name: config.trainer[name] for name in TRAINING},
-            num_rounds,
-            self._config_text(),
-            (*callbacks, *own, *["vectorize"] * (config.vectorize is not None)),
-        )
+        left_out = (*callbacks, *own, *["vectorize"] * (config.vectorize is not None))
+        trainer = {name: config.trainer[name] for name in TRAINING}
+        parts = self.parts.model, self.parts.data, self.parts.federation
+        return Configuration(*parts, trainer, num_rounds, self._config_text(), left_out)
 
 
 def _parts(words: Sequence[str], *names: str) -> _PartsCLI:

@@ -24,19 +24,12 @@ from lightning_fl.federation.checkpoints import load_unsaved
 from lightning_fl.federation.results import Results
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.hooks import quiet
+from lightning_fl.integrations import server
 from lightning_fl.integrations.exchange import Kept, client_side, exchange_id
 from lightning_fl.integrations.messages import Hello, Reply, Task, check_version
-from lightning_fl.integrations.server import (
-    LOG,
-    at_round,
-    check_names,
-    counted,
-    refuse_schedulers,
-    trainer_of,
-)
 from lightning_fl.options import describe
 from lightning_fl.policies import HyperparameterPolicy, Schedule
-from lightning_fl.runners import Phase, VectorizedClients
+from lightning_fl.runners import Phase
 from lightning_fl.runners.constants import digest
 from lightning_fl.samplers import ClientSampler
 
@@ -77,18 +70,23 @@ class RemoteClient:
         batch_size: int | None = 32,
         **options: Any,
     ) -> None:
-        if isinstance(module, VectorizedClients):
-            raise FederationError(
-                "a remote client is one client, and VectorizedClients trains several at once: pass"
-                " the module itself"
-            )
-        check_names(options, OF_CLIENT, "a client", "the server plans and aggregates")
+        server.check_names(options, OF_CLIENT, "a client", "the server plans and aggregates")
         of_loop = {name: value for name, value in options.items() if name != "phases"}
         policy = Schedule(phases=options.get("phases", ()))
         of_loop |= {} if aggregator is None else {"aggregator": aggregator}
         self.rule = RunOptions(policy=policy, **of_loop).aggregator
         self.module, self.trainer = module, dict(trainer or {})
-        check_trainer(self.trainer)
+        if taken := sorted(self.trainer.keys() & {"callbacks", "fast_dev_run", "max_epochs"}):
+            raise FederationError(
+                f"the Trainer of a remote client cannot have {taken[0]}: the server says what it"
+                " trains"
+            )
+        places = self.trainer.keys() & {"accelerator", "devices", "num_nodes", "strategy"}
+        own = {name: self.trainer[name] for name in places}
+        if (count := server.trainer_of(own, Callback(), 1).world_size) != 1:
+            raise FederationError(
+                f"a remote client trains in one process, and its Trainer has {count}: set devices=1"
+            )
         if not isinstance(data, FederatedDataModule):
             data = FromClients([data], batch_size=batch_size, val_size=0)
         if data.stream_steps > 1:
@@ -149,22 +147,15 @@ class RemoteClient:
         loop.evaluates_clients = True  # nothing is validated here, so that no warning is due
         loop.store.put(at, dict(kept.at(task.last)))
         loop.store.commit()
-        made = trainer_of(self.trainer, loop, task.num_rounds)
-        at_round(made, task.round)
-        with quiet(LOG):
+        made = server.trainer_of(self.trainer, loop, task.num_rounds)
+        server.at_round(made, task.round)
+        with quiet(server.LOG):
             made.fit(self.module, datamodule=self.data)
         results, sent = loop.results, rule.sent
-        reply = Reply(
-            at,
-            task.update,
-            int(self.data.num_samples[at]),
-            results.rates[at],
-            results.losses.get(at, math.nan),
-            results.dropped.get(at, ""),
-            torch.empty(0) if sent is None else sent.delta[0],
-            results.counters,
-            {} if sent is None else sent.extras,
-        )
+        delta, extras = (torch.empty(0), {}) if sent is None else (sent.delta[0], sent.extras)
+        loss, dropped = results.losses.get(at, math.nan), results.dropped.get(at, "")
+        numbers = at, task.update, int(self.data.num_samples[at]), results.rates[at]
+        reply = Reply(*numbers, loss, dropped, delta, results.counters, extras)
         if not reply.dropped:
             kept = kept.after(task.last, task.update, dict(loop.store.get(at)))
         return reply, kept
@@ -213,7 +204,7 @@ class ToServer(Aggregator):
         """
         rule, known = self._rule[0], self._task.num_trained
         assert self.num_parameters is not None
-        if (own := counted(self.trained, self.num_parameters, rule)) != known:
+        if (own := server.counted(self.trained, self.num_parameters, rule)) != known:
             raise FederationError(
                 f"this client trains {own} parameters and the server knows of {known}, on which"
                 f" {type(rule).__name__} depends: freeze parameters in the constructor of the"
@@ -310,7 +301,7 @@ class OneClient(FederatedLoop):
         Raises:
             FederationError: If the module is not that of the server, or has a scheduler.
         """
-        refuse_schedulers(trainer, pl_module)
+        server.refuse_schedulers(trainer, pl_module)
         self._load(pl_module)
         super().on_fit_start(trainer, pl_module)
         self.fit.memory.check_stored(self.runner)
@@ -341,24 +332,3 @@ class OneClient(FederatedLoop):
         own = module.state_dict() if self._task.frozen else {}
         module.load_state_dict({**own, **self._task.model})
         load_unsaved(module, self._task.unsaved)
-
-
-def check_trainer(options: Mapping[str, Any]) -> None:
-    """Check the options of a client's Trainer.
-
-    Args:
-        options: The options.
-
-    Raises:
-        FederationError: If the server has to set one, or there are several processes.
-    """
-    if taken := sorted(options.keys() & {"callbacks", "fast_dev_run", "max_epochs"}):
-        raise FederationError(
-            f"the Trainer of a remote client cannot have {taken[0]}: the server says what it trains"
-        )
-    places = options.keys() & {"accelerator", "devices", "num_nodes", "strategy"}
-    processes = trainer_of({name: options[name] for name in places}, Callback(), 1).world_size
-    if processes != 1:
-        raise FederationError(
-            f"a remote client trains in one process, and its Trainer has {processes}: set devices=1"
-        )

@@ -66,17 +66,10 @@ class Configuration:
             send_frozen: Whether frozen parameters that are not exchanged are sent to clients, which
                 otherwise have them from the same configuration.
         """
-        options = self.loop.options
-        chosen = {name: vars(options)[name] for name in OF_SERVER}
-        rules = options.aggregator, options.policy, options.sampler
-        return RemoteServer(
-            self.module,
-            *rules,
-            seed=self.loop.seed,
-            trainer=self.trainer,
-            send_frozen=send_frozen,
-            **chosen,
-        )
+        names = ("aggregator", "policy", "sampler", *OF_SERVER)
+        chosen = {name: vars(self.loop.options)[name] for name in names}
+        chosen |= {"seed": self.loop.seed, "trainer": self.trainer, "send_frozen": send_frozen}
+        return RemoteServer(self.module, **chosen)
 
     def client(self, data: FederatedDataModule | Dataset[Any] | None = None) -> RemoteClient:
         """Return a client of the federation.
@@ -143,18 +136,13 @@ def write_flower_app(found: Configuration, source: Path, output: str | Path) -> 
 
     Raises:
         FederationError: If the folder is not empty, the rule or the policy needs all clients in one
-            process, the parameters are in bfloat16, or the samples are a stream.
+            process, or the samples are a stream.
     """
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FederationError(f"{folder} exists and is not empty: choose another --output")
     found.server()  # this and the next line refuse what cannot run
     found.client()
-    if found.trainer["precision"] == "bf16-true":
-        raise FederationError(
-            "the parameters of precision: bf16-true are in bfloat16, which Flower cannot send: set"
-            " precision: bf16-mixed"
-        )
     own = dict(_own_modules())
     num_clients = len(found.data.num_samples)
     about = {
@@ -172,8 +160,6 @@ def write_flower_app(found: Configuration, source: Path, output: str | Path) -> 
         for path in sorted(TEMPLATES.glob("*.template"))
     }
     texts["config.yaml"] = found.text
-    if taken := sorted(texts.keys() & own.keys()):
-        raise FederationError(f"the configuration uses a file {taken[0]}: rename it")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.callbacks.checkpoint import save_with_sums
-from lightning_fl.errors import FederationError
 from lightning_fl.files import check_sums, check_writable, error_context
 from lightning_fl.options import describe
 from lightning_fl.runners import ClientRunner
@@ -104,11 +103,7 @@ class Kept:
         remedy = "is damaged: restore it, or delete it to start anew"
         with error_context(f"the state of this client in {file} {remedy}", Exception):
             check_sums(file)
-            states = torch.load(file, weights_only=True)["states"]
-            for update, state in states.items():
-                if type(update) is not int or not all(map(torch.is_tensor, state.values())):
-                    raise FederationError("it holds something else than states")
-        return cls(states)
+            return cls(torch.load(file, weights_only=True)["states"])
 
     def write(self, file: Path) -> None:
         """Write the states into a file, with checksums."""

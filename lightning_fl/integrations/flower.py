@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
-from lightning_fl.federation.checkpoints import unsaved_values
 from lightning_fl.files import error_context, one_line
 from lightning_fl.integrations import messages
 from lightning_fl.integrations.client import RemoteClient
@@ -59,9 +57,6 @@ class FederationStrategy(Strategy):
         server: The server. Its module has the initial global model, and afterwards the last.
         num_clients: Number of clients. The first round begins when they are connected.
         checkpoint: Checkpoint to write after each round. If it exists, the run resumes from it.
-
-    Raises:
-        FederationError: If a parameter or buffer is in bfloat16.
     """
 
     def __init__(
@@ -69,7 +64,6 @@ class FederationStrategy(Strategy):
     ) -> None:
         self.server = server
         self.num_clients = check_integer("num_clients", num_clients, min=1)
-        refuse_bfloat16(server)
         self.checkpoint = checkpoint
         self.members = Members("node", num_clients)
         #: The node of each query without an answer.
@@ -81,9 +75,7 @@ class FederationStrategy(Strategy):
         self._is_proven = False
 
     def summary(self) -> None:
-        """Log the rules."""
-        rule, policy = type(self.server.aggregator).__name__, type(self.server.policy).__name__
-        LOG.info("lightning_fl: %s, %s, %d clients", rule, policy, self.num_clients)
+        """Do nothing: the log of Flower has the rounds."""
 
     def start(
         self,
@@ -120,14 +112,8 @@ class FederationStrategy(Strategy):
         initial = initial_arrays and initial_arrays.to_torch_state_dict()
         try:
             self.server.begin(*self.members.work(), num_rounds, initial, self.checkpoint)
-            refuse_bfloat16(self.server)  # again: now in the precision of the Trainer
             if done := self.server.round:
-                LOG.info("resuming after round %d from %s", done, self.checkpoint)
-            if done >= num_rounds:
-                rank_zero_warn(
-                    f"{self.checkpoint} has all {num_rounds} rounds, and nothing is trained: raise"
-                    " num_rounds, or delete the file to begin anew"
-                )
+                LOG.info("resuming after round %d of %d: %s", done, num_rounds, self.checkpoint)
             evaluate = evaluate_fn and (lambda round, arrays: evaluate_fn(round + done, arrays))
             left = max(num_rounds - done, 0)
             result = super().start(
@@ -146,8 +132,8 @@ class FederationStrategy(Strategy):
 
     def _meet(self, grid: Grid, timeout: float) -> None:
         """Wait for all clients, and ask how many samples they have."""
-        members, begun = self.members, time.monotonic()
-        said = begun
+        members = self.members
+        begun = said = time.monotonic()
         self._ask(grid)
         while missing := sorted({*range(self.num_clients)} - {*members.clients.values()}):
             now, refused = time.monotonic(), members.refusals()
@@ -168,12 +154,9 @@ class FederationStrategy(Strategy):
         members, nodes = self.members, set(grid.get_node_ids())
         members.keep(nodes)
         known = {*members.clients, *members.refused, *self._asked.values()}
-        messages = [
-            Message(RecordDict(), node, MessageType.QUERY) for node in sorted(nodes - known)
-        ]
-        pushed = set(grid.push_messages(messages) if messages else ())
-        sent = {each.metadata.message_id: each.metadata.dst_node_id for each in messages}
-        self._asked |= {id: node for id, node in sent.items() if id in pushed}
+        for node in sorted(nodes - known):
+            for id in grid.push_messages([Message(RecordDict(), node, MessageType.QUERY)]):
+                self._asked[id] = node
         for answer in grid.pull_messages(list(self._asked)) if self._asked else ():
             node = self._asked.pop(answer.metadata.reply_to_message_id)
             try:
@@ -250,20 +233,6 @@ class FederationStrategy(Strategy):
     ) -> MetricRecord | None:
         """Return None: clients do not evaluate."""
         return None
-
-
-def refuse_bfloat16(server: RemoteServer) -> None:
-    """Refuse modules in bfloat16: Flower's arrays are those of numpy.
-
-    Raises:
-        FederationError: If a parameter or buffer is in bfloat16.
-    """
-    for name, tensor in {**server.module.state_dict(), **unsaved_values(server.module)}.items():
-        if tensor.dtype == torch.bfloat16:
-            raise FederationError(
-                f"{name} is in bfloat16, which Flower cannot send: keep the parameters in float32,"
-                " for example with precision: bf16-mixed"
-            )
 
 
 # --- messages -------------------------------------------------------------------------------------

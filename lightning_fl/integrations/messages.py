@@ -5,7 +5,6 @@ A transport says who has sent a message. Nothing else in it is trusted.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, get_args, get_type_hints
@@ -198,59 +197,34 @@ class Reply(Packable):
     counters: Tensor
     extras: Mapping[str, Tensor]
 
-    def problem(self, expected: Expected) -> str:
+    def problem(self, ids: tuple[int, int, int], lr: float, start: ServerState) -> str:
         """Return what is wrong with the reply; empty if a rule may see it.
 
         Values that are not finite are dropped by the round, as in a simulation. A rule checks the
         names and shapes of its extras before it adds an update.
 
         Args:
-            expected: What is known of the reply.
+            ids: Ids of the client and of the updates of the round, and the number of samples that
+                the client has declared.
+            lr: Learning rate that it was sent.
+            start: Model from which it has started.
         """
-        vector, counters = expected.start
-        if (self.client, self.update) != (expected.client, expected.update):
+        if (self.client, self.update) != ids[:2]:
             return f"it sent an earlier reply, or that of client {self.client}"
-        if self.num_samples != expected.num_samples:
-            return f"it trained {self.num_samples} samples, and had {expected.num_samples} before"
-        if not 0 <= self.lr <= MOST_LR * expected.lr:
-            return f"it trained with the learning rate {self.lr:g}, and was sent {expected.lr:g}"
-        if math.isinf(self.loss) or (expected.needs_loss and math.isnan(self.loss)):
-            return f"it sent the loss {self.loss}"
-        if not (is_like(self.delta, vector) and is_like(self.counters, counters)):
-            own = f"{self.delta.numel()} values in {self.delta.dtype}"
-            return f"it sent {own}, and the model has {vector.numel()} in {vector.dtype}"
+        if self.num_samples != ids[2]:
+            return f"it trained {self.num_samples} samples, and had {ids[2]} before"
+        if not 0 <= self.lr <= MOST_LR * lr:
+            return f"it trained with the learning rate {self.lr:g}, and was sent {lr:g}"
+        for own, known in ((self.delta, start.vector), (self.counters, start.counters)):
+            if (own.shape, own.layout, own.dtype) != (known.shape, known.layout, known.dtype):
+                other = f"and the model has {known.numel()} in {known.dtype}"
+                return f"it sent {own.numel()} values in {own.dtype}, {other}"
         for name, value in self.extras.items():
             is_one = value.shape[:1] == (1,) and value.layout == torch.strided
-            if not (is_one and value.dtype in REAL and name.isprintable() and len(name) < 100):
+            if not (is_one and value.dtype in REAL):
                 kind = f"{list(value.shape)} in {value.dtype}"
                 return f"it sent {short_repr(name)} of shape {kind}, not numbers of one client"
         return ""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Hold what a server knows of a reply before it comes.
-
-    Args:
-        client: Id of the client.
-        update: Id of the updates of the round.
-        num_samples: Number of samples that the client has declared.
-        lr: Learning rate that it was sent.
-        start: Model from which it has started.
-        needs_loss: Whether the policy learns from its loss.
-    """
-
-    client: int
-    update: int
-    num_samples: int
-    lr: float
-    start: ServerState
-    needs_loss: bool
-
-
-def is_like(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether tensors have the same shape, layout and dtype."""
-    return (tensor.shape, tensor.layout, tensor.dtype) == (other.shape, other.layout, other.dtype)
 
 
 class Members:
@@ -292,13 +266,11 @@ class Members:
         try:
             said = Hello.unpack(message, {})
             check_version(said.version, f"client {said.client}", "the server")
+            if problem := self._problem(sender, said):
+                raise FederationError(problem)
+            self.clients[sender], self.declared[said.client] = said.client, said
         except FederationError as error:
             self.refuse(sender, error)
-            return
-        if problem := self._problem(sender, said):
-            self.refuse(sender, problem)
-        else:
-            self.clients[sender], self.declared[said.client] = said.client, said
 
     def _problem(self, sender: Any, said: Hello) -> str:
         """Return why a sender cannot be the client that it says; empty if it can."""

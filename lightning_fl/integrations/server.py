@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from lightning_fl.federation.round import Round
 from lightning_fl.files import check_writable, error_context, one_line
 from lightning_fl.hooks import quiet
 from lightning_fl.integrations.exchange import client_side, exchange_id
-from lightning_fl.integrations.messages import Expected, Reply, Task
+from lightning_fl.integrations.messages import Reply, Task
 from lightning_fl.integrations.runner import Elsewhere, Exchange, RemoteRunner
 from lightning_fl.objectives import DPSGD
 from lightning_fl.options import check_flag
@@ -208,7 +209,7 @@ class RemoteServer(FederatedLoop):
         plan, exchange = round.plan, self._exchange
         exchange.update = uuid4().int >> 65  # 63 bits, for which every transport has a number
         values = {**plan.hyperparameters, **({} if plan.lr is None else {"lr": plan.lr})}
-        same: dict[str, Any] = {
+        task: dict[str, Any] = {
             "update": exchange.update,
             "round": plan.round,
             "num_clients": self.fit.planner.num_clients,
@@ -226,16 +227,12 @@ class RemoteServer(FederatedLoop):
             round.load(step)
             if not torch.equal(sent, round.start.vector):
                 sent = round.start.vector
-                same["model"] = self.model()
+                task["model"] = self.model()
             row = step.rows[0]
-            task: dict[str, Any] = {
-                "client": int(plan.clients[row]),
-                "num_steps": int(plan.num_steps[row]),
-                "values": {name: float(value[row]) for name, value in values.items()},
-                "last": exchange.last,
-                "broadcast": exchange.broadcast,
-            }
-            tasks.append(Task(**same, **task))
+            task |= {"last": exchange.last, "broadcast": exchange.broadcast}
+            task |= {"client": int(plan.clients[row]), "num_steps": int(plan.num_steps[row])}
+            task["values"] = {name: float(value[row]) for name, value in values.items()}
+            tasks.append(Task(**task))
         self.runner.write(round.server)  # if clients start from models of their own
         self.aggregator.load_global_network()
         return tasks
@@ -287,16 +284,13 @@ class RemoteServer(FederatedLoop):
             cause = "" if reply is None else reply.dropped
             round.results.dropped[client] = cause if cause in CAUSES else "dropped_out"
             return
-        expected = Expected(
-            client,
-            self._exchange.update,
-            int(fit.planner.num_samples[client]),
-            fit.lr(round.plan, step.rows[0]),
-            round.server,
-            needs_loss="client_losses" in self.policy.learns_from,
-        )
+        ids = client, self._exchange.update, int(fit.planner.num_samples[client])
+        needs_loss = "client_losses" in self.policy.learns_from
         try:
-            if problem := reply.problem(expected):
+            problem = reply.problem(ids, fit.lr(round.plan, step.rows[0]), round.server)
+            if math.isinf(reply.loss) or (needs_loss and math.isnan(reply.loss)):
+                problem = f"it sent the loss {reply.loss}"
+            if problem:
                 raise FederationError(f"{problem}. Use the same module, data and options on both")
             self._exchange.reply = reply
             round.report(step, None)
@@ -338,9 +332,7 @@ def trainer_of(options: Mapping[str, Any], callback: Callback, num_rounds: int |
     usual |= {"logger": False, **dict.fromkeys((f"enable_{name}" for name in shown), False)}
     max_epochs = -1 if num_rounds is None else max(num_rounds, 1)
     with quiet(LOG):
-        return Trainer(
-            **{"devices": 1, **usual, **options}, max_epochs=max_epochs, callbacks=[callback]
-        )
+        return Trainer(**{**usual, **options}, max_epochs=max_epochs, callbacks=[callback])
 
 
 def at_round(trainer: Trainer, round: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -15,14 +15,7 @@ from lightning_fl.partition import label_drift
 from lightning_fl.report.figures import COLORS, Grid, Line, Lines, Panel, needs_log
 from lightning_fl.report.page import Curve, Picture, Section, Table
 from lightning_fl.report.run import Outcomes, Row, Run
-from lightning_fl.report.summary import (
-    OUTCOMES,
-    client_label,
-    client_metric,
-    client_scores,
-    drops,
-    finite,
-)
+from lightning_fl.report.summary import OUTCOMES, client_label, client_metric, client_scores, drops
 from lightning_fl.report.words import counted, listed, number, span
 
 #: Values by client, by name of the column of the table of clients.
@@ -105,11 +98,6 @@ def _classes(table: np.ndarray[Any, Any], classes: Sequence[int], run: Run) -> P
     )
 
 
-def _client_label(first: int, width: int, count: int, run: Run) -> str:
-    last = min(first + width, count) - 1
-    return f"clients {first} to {last}" if last > first else client_label(first, run)
-
-
 def _rgb(color: int) -> list[float]:
     return [int(COLORS[color][at : at + 2], 16) / 255 for at in (1, 3, 5)]
 
@@ -124,27 +112,22 @@ def participation(run: Run) -> Section:
         lines = [Line(c, [*n], [*n.values()]).thinned(MOST_POINTS) for c, n in by_cause.items()]
         panels.append(Lines("updates dropped", lines, order=OUTCOMES))
         captions.append("dropped updates per round")
-    if run.outcomes is not None and run.outcomes.codes.size:
+    if run.outcomes.codes.size:
         text += f" Rounds per client: {span((run.outcomes.codes > 0).sum(0).tolist())}."
-        panels.append(_who_when(run.outcomes, run))
+        panels.append(panel := _who_when(run.outcomes, run))
         captions.append("what happened to each client in each round")
-        if max(_widths(run.outcomes)) > 1:
+        if max(panel.widths) > 1:
             captions.append("cells of several clients and rounds (opacity: share sampled)")
     caption = "; ".join(captions).capitalize() + "."
     pictures = [Picture("participation", caption, panels)] if panels else []
     return Section("Participation and faults", [text], pictures)
 
 
-def _widths(outcomes: Outcomes) -> tuple[int, int]:
-    """Return the number of clients and of rounds of a cell."""
-    rounds, clients = outcomes.codes.shape
-    return -(-clients // MOST_CELLS[0]), -(-rounds // MOST_CELLS[1])
-
-
-def _who_when(outcomes: Outcomes, run: Run) -> Panel:
+def _who_when(outcomes: Outcomes, run: Run) -> Grid:
     """Return a panel of what happened to each client (rows) in each round (columns)."""
-    codes, (height, width) = outcomes.codes.T, _widths(outcomes)
+    codes = outcomes.codes.T
     clients, rounds = codes.shape
+    height, width = -(-clients // MOST_CELLS[0]), -(-rounds // MOST_CELLS[1])
     down, across = range(0, clients, height), range(0, rounds, width)
     sizes = np.outer(np.diff([*down, clients]), np.diff([*across, rounds]))
     shares = {}
@@ -159,19 +142,15 @@ def _who_when(outcomes: Outcomes, run: Run) -> Panel:
     colors[..., :3] /= np.maximum(sampled, 1e-12)[..., None]
     colors[..., 3] = sampled / max(1e-12, sampled.max())
     layers, words = {"": codes}, {"": outcomes.names}
-    columns = [f"round {at + 1}" for at in across]
     if (height, width) != (1, 1):
-        layers = {"% sampled": np.round(100 * sampled, 1)}
+        layers, words = {"% sampled": np.round(100 * sampled, 1)}, {}
         layers |= {f"% {name}": np.round(100 * s, 1) for name, s in list(shares.items())[:6]}
-        words = {}
-    if width > 1:
-        columns = [f"rounds {at + 1} to {min(at + width, rounds)}" for at in across]
     return Grid(
         "client",
         "round",
         np.clip(colors, 0, 1),
         [_client_label(at, height, clients, run) for at in down],
-        columns,
+        [_span("round", at + 1, width, rounds) for at in across],
         layers,
         words,
         [(name, _color(name)) for name in shares],
@@ -179,6 +158,16 @@ def _who_when(outcomes: Outcomes, run: Run) -> Panel:
         widths=(height, width),
         order=OUTCOMES,
     )
+
+
+def _client_label(first: int, width: int, count: int, run: Run) -> str:
+    return _span("client", first, width, count - 1) if width > 1 else client_label(first, run)
+
+
+def _span(noun: str, first: int, width: int, last: int) -> str:
+    """Return the name of the clients or rounds of a cell."""
+    last = min(first + width - 1, last)
+    return f"{noun}s {first} to {last}" if last > first else f"{noun} {first}"
 
 
 def _color(outcome: str) -> int:
@@ -189,7 +178,7 @@ def _color(outcome: str) -> int:
 def clients(run: Run) -> Section:
     """Show the accuracy of the last round's models for each client, and what happened to it."""
     samples, scores = client_scores(run)
-    curves = {} if run.outcomes is None else {n: run.outcomes.curves(n) for n in ("loss", "score")}
+    curves = {name: run.outcomes.curves(name) for name in ("loss", "score")}
     text = []
     if samples == "own training samples":
         why = run.environment.get("no train_acc") or "unknown reason"
@@ -198,14 +187,13 @@ def clients(run: Run) -> Section:
             f"The accuracy {measured}. For local test samples, add"
             " --trainer.callbacks+=PersonalizedEvaluation and --data.init_args.local_test_size=0.2."
         )
-    if stuck := _stuck(curves.get("loss", {})):
+    if stuck := _stuck(curves["loss"]):
         text.append(
             f"The loss of {counted(len(stuck), 'client')} did not fall (mean of the last quarter of"
             f" their rounds against the first): "
             f"{listed([client_label(client, run) for client in stuck], 10)}."
             ' See "When a client does not learn" in the documentation.'
         )
-    text += _far_above(curves.get("loss", {}), run)
     columns = _columns(run, scores, curves)
     shown = _ranked(columns, next(iter(scores), ""))
     half, caption = MOST_ROWS // 2, "All clients, worst first."
@@ -219,19 +207,6 @@ def clients(run: Run) -> Section:
     tables = [_spread_table(scores)] if scores else []
     tables += [_table(run, columns, curves, shown, caption)] if shown else []
     return Section("Clients", text, pictures, tables)
-
-
-def _far_above(losses: Curves, run: Run) -> Iterator[str]:
-    """Yield a sentence on the client whose first loss is far above the first losses of others."""
-    first = {client: float(curve[0, 1]) for client, curve in losses.items()}
-    usual = median(first.values()) if len(first) > 2 else math.inf
-    worst = max(first, key=first.__getitem__, default=0)
-    if first and first[worst] > 10 * usual:
-        yield (
-            f"The first loss of {client_label(worst, run)} is {number(first[worst])}, and the"
-            f" median is {number(usual)}: compare the scale of its inputs. One such client can"
-            " spoil the model of all."
-        )
 
 
 def _stuck(losses: Curves) -> list[int]:
@@ -278,13 +253,12 @@ def _columns(
     """Return the columns of the table of clients."""
     train = {int(row["client"]): row["train_samples"] for row in run.participation}
     columns: Columns = {"training samples": train or dict(enumerate(run.sizes))}
-    if run.outcomes is not None:
-        codes = run.outcomes.codes
-        counts = {"rounds": codes > 0, "dropped": codes > 1}
-        counts |= {name: codes == code for code, name in run.outcomes.occurring() if code > 1}
-        columns |= {name: dict(enumerate(c.sum(0).tolist())) for name, c in counts.items()}
+    codes = run.outcomes.codes
+    counts = {"rounds": codes > 0, "dropped": codes > 1}
+    counts |= {name: codes == code for code, name in run.outcomes.occurring() if code > 1}
+    columns |= {name: dict(enumerate(c.sum(0).tolist())) for name, c in counts.items()}
     for at, name in ((0, "first loss"), (-1, "last loss")):
-        columns[name] = {c: float(curve[at, 1]) for c, curve in curves.get("loss", {}).items()}
+        columns[name] = {c: float(curve[at, 1]) for c, curve in curves["loss"].items()}
     for kind, rows in scores.items():
         columns[kind] = {int(row["client"]): row[kind] for row in rows}
     return {name: values for name, values in columns.items() if values}
@@ -303,9 +277,8 @@ def _table(
     run: Run, columns: Columns, curves: Mapping[str, Curves], shown: Sequence[int], caption: str
 ) -> Table:
     """Return the table of clients."""
-    dropped = {} if run.outcomes is None else run.outcomes.dropped()
     drawn = {
-        name: _small(name, {c: each[c] for c in shown if c in each}, dropped)
+        name: _small(name, {c: each[c] for c in shown if c in each}, run.outcomes.dropped())
         for name, each in curves.items()
         if max(map(len, each.values()), default=0) > 1
     }
@@ -327,7 +300,7 @@ def _table(
 def _small(name: str, curves: Curves, dropped: Mapping[int, Sequence[float]]) -> dict[int, Curve]:
     """Return the small curves of clients."""
     every = np.concatenate(list(curves.values()))
-    values = finite(every[:, 1].tolist()) or [0.0]
+    values = every[np.isfinite(every[:, 1]), 1].tolist() or [0.0]
     scale = math.log10 if needs_log(name, values) else float
     low, high = scale(min(values)), scale(max(values))
     last, cells = max(2.0, every[:, 0].max()), {}

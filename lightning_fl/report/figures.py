@@ -180,13 +180,11 @@ class Lines:
 
     def values(self) -> dict[str, Any]:
         """Return what the script of the page shows under the pointer."""
-        lines = [
-            {"n": line.label, "c": at % len(COLORS), "x": _json(line.x), "y": _json(line.y)}
-            | ({"b": _json(line.band)} if line.band else {})
-            | ({"s": list(map(_json, line.seeds))} if line.seeds else {})
-            | ({"names": list(line.names)} if line.names else {})
-            for at, line in self._drawn()
-        ]
+        lines = []
+        for at, line in self._drawn():
+            known = {"n": line.label, "c": at % len(COLORS), "x": _json(line.x), "y": _json(line.y)}
+            more = {"b": _json(line.band), "s": [*map(_json, line.seeds)], "names": [*line.names]}
+            lines.append(known | {name: value for name, value in more.items() if value})
         return {"lines": lines}
 
     def legend(self) -> list[tuple[str, int]]:
@@ -243,11 +241,10 @@ class Grid:
 
     def values(self) -> dict[str, Any]:
         """Return the values of the cells, with the names of rows and columns."""
-        layers = [
-            {"n": name, "v": [_json(row) for row in cells.tolist()]}
-            | ({"names": list(self.names[name])} if name in self.names else {})
-            for name, cells in self.layers.items()
-        ]
+        layers: list[dict[str, Any]] = []
+        for name, cells in self.layers.items():
+            words = {"names": list(self.names[name])} if name in self.names else {}
+            layers.append({"n": name, "v": list(map(_json, cells.tolist())), **words})
         return {"rows": list(self.rows), "columns": list(self.columns), "layers": layers}
 
     def legend(self) -> list[tuple[str, int]]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from lightning_fl.report.run import PLACES, Run
+from lightning_fl.report.run import PLACES, Run, differences
+from lightning_fl.report.summary import split_rule
 from lightning_fl.report.words import listed
 
 #: Options that may differ within a group: seeds, paths and display options.
@@ -102,22 +103,9 @@ def group(runs: Sequence[Run]) -> list[Group]:
     ]
     # Groups without a name, or with that of another group, are named after their folders.
     return [
-        Group(name if name and names.count(name) == 1 else _folders(runs), runs)
+        Group(name if name and names.count(name) == 1 else listed([r.name for r in runs], 1), runs)
         for name, runs in zip(names, groups, strict=True)
     ]
-
-
-def with_names(named: Mapping[str, Sequence[Run]]) -> list[Group]:
-    """Return the groups that the user has named, and those of the other runs.
-
-    Args:
-        named: Runs by the name of their group. Runs with an empty name form groups as in
-            :func:`group`.
-    """
-    groups: list[Group] = []
-    for name, runs in named.items():
-        groups += [Group(name, list(runs))] if name else group(runs)
-    return groups
 
 
 def alike(runs: Sequence[Run]) -> list[list[Run]]:
@@ -132,10 +120,6 @@ def _parent(run: Run) -> str:
     return run.name.partition("/")[0]
 
 
-def _folders(runs: Sequence[Run]) -> str:
-    return listed([run.name for run in runs], 1)
-
-
 def identity(run: Run) -> dict[str, Any]:
     """Return the options that are set in a run, without seeds and paths.
 
@@ -145,23 +129,10 @@ def identity(run: Run) -> dict[str, Any]:
     if not run.config:
         known = {n: value for n, value in run.environment.items() if n not in NOT_COMPARED}
         if (split := run.partition) is not None:
-            given = ", ".join(f"{name}={value}" for name, value in split.parameters.items())
-            known |= {"partition": f"{split.rule}({given})", "clients": len(split.clients)}
+            known |= {"partition": split_rule(split), "clients": len(split.clients)}
         return {"folder": _parent(run)} | known
     is_set = {name: value for name, value in run.config.items() if value not in (None, [], {})}
     return {n: value for n, value in (DEFAULTS | is_set).items() if n not in SEEDS_AND_PLACES}
-
-
-def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the options that differ, with the value of each config; None if it has none.
-
-    Example:
-        >>> differences([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}])
-        {'b': [2, 3], 'c': [None, 4]}
-    """
-    names = dict.fromkeys(name for config in configs for name in config)
-    values = {name: [config.get(name) for config in configs] for name in names}
-    return {name: each for name, each in values.items() if len(set(map(repr, each))) > 1}
 
 
 def top_level(names: Iterable[str]) -> list[str]:

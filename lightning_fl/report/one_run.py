@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_fl.report import summary
 from lightning_fl.report.clients import clients, participation, partition
 from lightning_fl.report.curves import cost, hyper_parameters, progress
 from lightning_fl.report.groups import Group, alike
 from lightning_fl.report.page import Report, Section, Table, Verbatim
 from lightning_fl.report.run import Run, values_of
-from lightning_fl.report.summary import (
-    alarms,
-    headline,
-    key_figures,
-    setting,
-    warnings,
-    with_derived,
-)
 from lightning_fl.report.words import SEPARATOR
 
 
@@ -27,24 +20,17 @@ def about_run(run: Run, title: str | None = None) -> Report:
         run: The run.
         title: Title of the page; None derives it from the name of the run.
     """
-    run = with_derived(run, *headline([run]))
+    run = summary.with_derived(run, *summary.headline([run]))
     alone = [Group(run.name, [run])]
-    sections = [
-        progress(alone),
-        cost(alone),
-        hyper_parameters(alone),
-        partition(run),
-        participation(run),
-        clients(run),
-        settings(alone),
-    ]
+    sections = [progress(alone), cost(alone), hyper_parameters(alone)]
+    sections += [partition(run), participation(run), clients(run), settings(alone)]
     return Report(
         title or "Run " + run.name.partition("/")[0],
-        [SEPARATOR.join(setting(run))],
-        list(key_figures(run)),
+        [SEPARATOR.join(summary.setting(run))],
+        list(summary.key_figures(run)),
         [section for section in sections if section is not None],
-        list(warnings(run)),
-        list(alarms(run)),
+        list(summary.warnings(run)),
+        list(summary.alarms(run)),
     )
 
 
@@ -80,9 +66,10 @@ def settings(groups: Sequence[Group]) -> Section:
     )
     verbatim = []
     for name, kind in kinds:
-        commands = "\n".join(map(command, kind))
-        verbatim.append(Verbatim(f"Repeat {name}", commands, folded=False))
-        verbatim.append(Verbatim(f"config.yaml of {kind[0].name}", kind[0].config_text))
+        verbatim += [
+            Verbatim(f"Repeat {name}", "\n".join(map(command, kind)), folded=False),
+            Verbatim(f"config.yaml of {kind[0].name}", kind[0].config_text),
+        ]
     tables = [Table(["", ""], rows, "environment.json", folded=True)] if rows else []
     return Section("Versions, seeds and config", [text] if kinds else [], (), tables, verbatim)
 

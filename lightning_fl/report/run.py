@@ -8,7 +8,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,10 @@ class Outcomes:
         num_clients: Number of clients; rows may have others.
     """
 
-    names: list[str]
-    rows: np.ndarray[Any, np.dtype[np.float64]]
+    names: list[str] = field(default_factory=list)
+    rows: np.ndarray[Any, np.dtype[np.float64]] = field(
+        default_factory=lambda: np.empty((0, len(COLUMNS)))
+    )
     num_clients: int = 0
 
     @cached_property
@@ -117,7 +119,7 @@ class Run:
         partition: Partition of the data; None if it is unknown.
         clients: Results of ``PersonalizedEvaluation``, one row per client.
         participation: Participation table, one row per client.
-        outcomes: Outcome of every client in every round; None if it is unknown.
+        outcomes: Outcome of every client in every round; without rows if it is unknown.
         names: Names of the clients, if the data gives them.
         test: Contents of ``test.json``: metrics, checkpoint and its round, and options that differ
             from those of the fit; empty without a test.
@@ -134,7 +136,7 @@ class Run:
     partition: Manifest | None = None
     clients: list[Row] = field(default_factory=list)
     participation: list[Row] = field(default_factory=list)
-    outcomes: Outcomes | None = None
+    outcomes: Outcomes = field(default_factory=Outcomes)
     names: dict[int, str] = field(default_factory=dict)
     test: dict[str, Any] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
@@ -234,10 +236,7 @@ def read_run(folder: str | Path) -> Run:
     environment = read("environment.json", _json, {})
     config = read("config.yaml", config_values, {})
     partition = read("partition.json", Manifest.read, None)
-    num_clients = 0
-    if partition is not None:
-        num_clients = len(partition.clients) - partition.unseen_clients
-    return Run(
+    run = Run(
         name=_name(folder),
         rows=rows,
         config=config,
@@ -247,11 +246,12 @@ def read_run(folder: str | Path) -> Run:
         # Without a metric of clients, an earlier fit has left the table in the folder.
         clients=read("clients.csv", _table, []) if environment.get("client_metric", 1) else [],
         participation=read("participation.csv", _table, []),
-        outcomes=read(HISTORY, partial(_outcomes, num_clients=num_clients), None),
         names=read("participation.csv", _names, {}),
         test=read("test.json", _test, {}),
         resumed=list(_resumed(config, sorted(folder.glob("config_resumed_*.yaml")))),
     )
+    outcomes = partial(_outcomes, num_clients=len(run.sizes))
+    return replace(run, outcomes=read(HISTORY, outcomes, Outcomes()))
 
 
 def _own(path: Path) -> Path:
@@ -267,14 +267,14 @@ def _cells(path: Path) -> list[dict[str, str]]:
 
 def _table(path: Path) -> list[Row]:
     """Return a table of numbers, without empty cells; numbers too large to draw are NaN."""
-    rows = [
-        {name: float(cell) for name, cell in cells.items() if cell and name not in TEXTS}
+    return [
+        {name: _drawn(float(cell)) for name, cell in cells.items() if cell and name not in TEXTS}
         for cells in _cells(path)
     ]
-    return [
-        {name: value if abs(value) <= LARGEST else math.nan for name, value in row.items()}
-        for row in rows
-    ]
+
+
+def _drawn(value: float) -> float:
+    return value if abs(value) <= LARGEST else math.nan
 
 
 def _names(path: Path) -> dict[int, str]:
@@ -294,9 +294,9 @@ def _outcomes(path: Path, num_clients: int) -> Outcomes:
         raise FederationError(f"its columns are not {', '.join(COLUMNS)}")
     read: dict[int | str, Any] = {3: measured, 4: measured}
     read[2] = lambda cell: places.setdefault(cell, len(places))
-    rows = np.empty((0, len(COLUMNS)))
-    if lines:
-        rows = np.loadtxt(lines, delimiter=",", converters=read, encoding="utf-8", ndmin=2)
+    if not lines:
+        return Outcomes()
+    rows = np.loadtxt(lines, delimiter=",", converters=read, encoding="utf-8", ndmin=2)
     return Outcomes(list(map(describe_cause, places)), rows, num_clients)
 
 
@@ -351,6 +351,18 @@ def values_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def changes_of_test(folder: Path, text: str) -> dict[str, tuple[Any, Any]]:
+    """Return the options of a test that differ from those of the fit in a folder.
+
+    Args:
+        folder: Folder of the fit; one that was run from Python has no config.
+        text: Config of the test.
+    """
+    if not (path := folder / "config.yaml").is_file():
+        return {}
+    return differing_options(config_values(path), values_of(yaml.safe_load(text)), IGNORED_BY_TEST)
+
+
 def differing_options(
     fitted: Mapping[str, Any], later: Mapping[str, Any], ignored: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
@@ -366,10 +378,18 @@ def differing_options(
         >>> differing_options(fitted, later, ignored=IGNORED_BY_TEST)
         {'data': ('MNIST', 'Digits')}
     """
-    return {
-        name: (fitted.get(name), later.get(name))
-        for name in dict.fromkeys([*fitted, *later])
-        if fitted.get(name) != later.get(name)
-        and name not in PLACES
-        and not f"{name}.".startswith(tuple(f"{each}." for each in ignored))
-    }
+    left_out = tuple(f"{name}." for name in [*PLACES, *ignored])
+    found = differences([fitted, later])
+    return {n: (a, b) for n, (a, b) in found.items() if not f"{n}.".startswith(left_out)}
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the options that differ, with the value of each config; None if it has none.
+
+    Example:
+        >>> differences([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}])
+        {'b': [2, 3], 'c': [None, 4]}
+    """
+    names = dict.fromkeys(name for config in configs for name in config)
+    values = {name: [config.get(name) for config in configs] for name in names}
+    return {name: each for name, each in values.items() if len(set(map(repr, each))) > 1}

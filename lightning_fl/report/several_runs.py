@@ -4,52 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from lightning_fl.errors import FederationError
 from lightning_fl.files import csv_text
 from lightning_fl.functional.intervals import t_interval
+from lightning_fl.report import groups as grouping
+from lightning_fl.report import summary, words
 from lightning_fl.report.curves import cost, hyper_parameters, picture, progress
 from lightning_fl.report.figures import MOST_LINES, Line, mean_line
-from lightning_fl.report.groups import (
-    Group,
-    alike,
-    common_time,
-    curve,
-    differences,
-    identity,
-    top_level,
-    value_at,
-)
+from lightning_fl.report.groups import Group, top_level
 from lightning_fl.report.one_run import settings
 from lightning_fl.report.page import Report, Section, Table, Verbatim
-from lightning_fl.report.run import Run
-from lightning_fl.report.summary import (
-    alarms,
-    client_metric,
-    client_scores,
-    direction,
-    final_and_best,
-    headline,
-    setting,
-    total,
-    warnings,
-    with_derived,
-    worst_decile,
-)
-from lightning_fl.report.words import (
-    NBSP,
-    SEPARATOR,
-    counted,
-    listed,
-    number,
-    plus_minus,
-    seconds,
-    span,
-)
+from lightning_fl.report.run import Run, differences
+from lightning_fl.report.words import counted, listed, number, plus_minus
 
 #: What the intervals of the page are.
 INTERVAL = "95 % confidence interval of the mean by Student's t distribution"
@@ -67,18 +39,15 @@ def about_groups(
     """
     compared = Comparison(groups)
     groups, runs = compared.groups, compared.runs
-    differing = differences([identity(each.runs[0]) for each in groups])
+    differing = differences([grouping.identity(each.runs[0]) for each in groups])
     lead = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}"
     lead += f", which differ in {listed(top_level(differing), 6)}." if differing else "."
     if len(groups) > MOST_LINES:
         lead += f" Figures show the first {MOST_LINES} groups."
-    options = [
-        [option, *("-" if value is None else str(value) for value in values)]
-        for option, values in differing.items()
-    ]
-    head = ["option", *(each.name for each in groups)]
+    settings_of_runs = [list(summary.setting(run)) for run in runs]
+    common = [each for each in settings_of_runs[0] if all(each in s for s in settings_of_runs)]
     sections = [
-        _comparison(compared, [Table(head, options)] if options else []),
+        _comparison(compared, differing),
         _paired(compared),
         progress(groups),
         cost(groups),
@@ -89,33 +58,27 @@ def about_groups(
     ]
     return Report(
         title or f"{counted(len(runs), 'run')} compared",
-        [lead, SEPARATOR.join(_common(runs)), *_best(compared)],
+        [lead, words.SEPARATOR.join(common), *_best(compared)],
         [],
         [section for section in sections if section is not None],
-        [*left_out, *_mixed(groups), *(text for run in runs for text in warnings(run))],
-        [text for run in runs for text in alarms(run)],
+        [*left_out, *_mixed(groups), *(text for run in runs for text in summary.warnings(run))],
+        compared.alarms,
     )
 
 
 def _mixed(groups: Sequence[Group]) -> Iterator[str]:
     """Yield warnings about groups whose runs differ in more than the seed."""
     for each in groups:
-        if len(kinds := alike(each.runs)) > 1:
-            options = top_level(differences([identity(runs[0]) for runs in kinds]))
+        kinds = [grouping.identity(runs[0]) for runs in grouping.alike(each.runs)]
+        if options := top_level(differences(kinds)):
             yield (
                 f"Runs of {each.name} differ not only in the seed: {listed(options, 6)}. Means are"
                 " over all."
             )
 
 
-def _common(runs: Sequence[Run]) -> list[str]:
-    """Return the phrases on the setting that all runs have in common."""
-    first, *others = (list(setting(run)) for run in runs)
-    return [phrase for phrase in first if all(phrase in other for other in others)]
-
-
 def _best(compared: Comparison) -> list[str]:
-    """Return sentences on the best group; empty if there are fewer than two groups."""
+    """Return a sentence on the best group; nothing if there are fewer than two groups."""
     name = f"final {compared.groups[0].runs[0].metric}"
     if (found := compared.best(name)) is None:
         return []
@@ -132,27 +95,40 @@ def _interval(values: Sequence[float], form: Callable[[float], str] = number) ->
     return f"{form(mean - half)} to {form(mean + half)}" if math.isfinite(half) else "-"
 
 
-def _comparison(compared: Comparison, differences: Sequence[Table]) -> Section:
-    """Return a table that compares groups, their differences, and tables for papers."""
+def _comparison(compared: Comparison, differing: Mapping[str, Sequence[Any]]) -> Section:
+    """Return a table that compares groups, the options in which they differ, and LaTeX."""
     head, rows = ["group", "seeds", "rounds"], []
     for name in compared.names:
         head += [name, "95 % interval"] if name.startswith("final ") else [name]
     for group in compared.groups:
         seeds = ", ".join(map(_seed, group.runs))
-        row = [group.name, seeds, span([run.rounds for run in group.runs])]
+        row = [group.name, seeds, words.span([run.rounds for run in group.runs])]
         for name in compared.names:
             values = compared.values(group, name)
-            is_whole = len(values) in (0, len(group.runs))
-            some = "" if is_whole else f" ({len(values)} of {len(group.runs)} seeds)"
-            row += [plus_minus(values) + some, *([_interval(values)] * name.startswith("final "))]
+            row.append(plus_minus(values) + _how_many(values, group, " seeds"))
+            row += [_interval(values)] * name.startswith("final ")
         rows.append(row)
     caption = (
         "Mean ± sample standard deviation (n - 1) over the seeds that have the value. The interval"
         f" is the {INTERVAL}, mean ± t s/√n."
     )
-    table = Table(head, rows, caption, sortable=len(rows) > 2)
+    tables = [Table(head, rows, caption, sortable=len(rows) > 2)]
+    options = []
+    for option, found in differing.items():
+        # Of another class, or not in a list: there is no such option, so that it has no default.
+        is_part = option not in top_level(differing) or option.rpartition(".")[2].isdecimal()
+        unset = "-" if is_part else "default"
+        options.append([option, *(unset if value is None else str(value) for value in found)])
+    if options:
+        tables.append(Table(["option", *(each.name for each in compared.groups)], options))
     paper = Verbatim("Table for a paper: LaTeX", latex(compared))
-    return Section("Groups", (), (), [table, *differences], [paper])
+    return Section("Groups", (), (), tables, [paper])
+
+
+def _how_many(values: Sequence[float], group: Group, of: str = "") -> str:
+    """Return how many runs of a group have a value, unless all or none have it."""
+    count = len(group.runs)
+    return "" if len(values) in (0, count) else f" ({len(values)} of {count}{of})"
 
 
 def _seed(run: Run) -> str:
@@ -190,11 +166,10 @@ def _clients(groups: Sequence[Group]) -> Section | None:
     for each in groups:
         curves: dict[str, list[list[float]]] = {}
         for run in each.runs:
-            samples, scores = client_scores(run)
+            samples, scores = summary.client_scores(run)
             if values := [row["server"] for row in scores.get("server", [])]:
-                curves.setdefault(f"{client_metric(run)} on {samples}", []).append(
-                    np.quantile(values, share).tolist()
-                )
+                label = f"{summary.client_metric(run)} on {samples}"
+                curves.setdefault(label, []).append(np.quantile(values, share).tolist())
         for label, found in curves.items():
             points = list(zip((100 * share).tolist(), zip(*found, strict=True), strict=True))
             panels.setdefault(label, []).append(mean_line(each.name, points))
@@ -207,16 +182,14 @@ def _clients(groups: Sequence[Group]) -> Section | None:
 
 def _each_run(compared: Comparison) -> Section:
     """Return the table of all runs, also with all digits."""
-    names = compared.names
     rows, digits = [], []
     for group in compared.groups:
         for run in group.runs:
-            done = f"{run.rounds} of {run.planned}" if run.planned else f"{run.rounds}"
-            done += "" if run.is_finished else " (unfinished)"
+            done = summary.rounds_done(run) + " (unfinished)" * (not run.is_finished)
             start, values = [run.name, group.name, _seed(run), done], compared.of[id(run)]
-            rows.append([*start, *(number(values.get(name)) for name in names)])
-            digits.append([*start, *(values.get(name, "") for name in names)])
-    head = ["run", "group", "seed", "rounds", *names]
+            rows.append([*start, *(number(values.get(name)) for name in compared.names)])
+            digits.append([*start, *(values.get(name, "") for name in compared.names)])
+    head = ["run", "group", "seed", "rounds", *compared.names]
     table = Table(head, rows, "All runs", folded=len(rows) > 12, sortable=True)
     text = Verbatim("All runs: CSV with all digits", csv_text(head, digits))
     return Section("Runs", (), (), [table], [text])
@@ -233,18 +206,20 @@ def measures(run: Run, time: float | None = None) -> dict[str, float]:
         time: Virtual time at which runs are compared; None if a run has no virtual time.
     """
     values: dict[str, float] = {}
-    if judged := final_and_best(run):
+    if judged := summary.final_and_best(run):
         values |= {f"final {run.metric}": judged[0], f"best {run.metric}": judged[1]}
-    optional = dict(list(run.test.get("metrics", {}).items())[:6])
+    optional: dict[str, float] = {}
     if time is not None:
-        by_then = f"{run.metric} after {seconds(time)} of virtual time"
-        optional = {
-            by_then: value_at(curve(run, run.metric or "", "virtual_time"), time)
-        } | optional
-    optional[f"worst tenth of clients, {client_scores(run)[0]}"] = worst_decile(run)
+        curve = grouping.curve(run, run.metric or "", "virtual_time")
+        by_then = f"{run.metric} after {words.seconds(time)} of virtual time"
+        optional[by_then] = grouping.value_at(curve, time)
+    optional |= dict(list(run.test.get("metrics", {}).items())[:6])
+    samples, _ = summary.client_scores(run)
+    optional[f"worst tenth of clients, {samples}"] = summary.worst_decile(run)
     values |= {name: value for name, value in optional.items() if math.isfinite(value)}
-    values["updates dropped"] = total(run, "dropped")
-    values["upload and download (MB)"] = (total(run, "bytes_up") + total(run, "bytes_down")) / 1e6
+    sums = {name: summary.total(run, name) for name in ("dropped", "bytes_up", "bytes_down")}
+    values["updates dropped"] = sums["dropped"]
+    values["upload and download (MB)"] = (sums["bytes_up"] + sums["bytes_down"]) / 1e6
     for column, unit in (("virtual_time", " (s)"), ("epsilon", ""), ("backdoor_acc", "")):
         if points := run.column(column):
             values[column.replace("virtual_", "virtual ") + unit] = points[-1][1]
@@ -259,14 +234,14 @@ class Comparison:
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        metric, mode = headline([run for each in groups for run in each.runs])
+        metric, mode = summary.headline([run for each in groups for run in each.runs])
         #: The groups, of runs with the metric and the derived columns.
         self.groups = [
-            replace(each, runs=[with_derived(run, metric, mode) for run in each.runs])
+            replace(each, runs=[summary.with_derived(run, metric, mode) for run in each.runs])
             for each in groups
         ]
         self.runs = runs = [run for group in self.groups for run in group.runs]
-        time = common_time(runs)
+        time = grouping.common_time(runs)
         every = [measures(run, time) for run in runs]
         #: Names of the measures.
         self.names = list(dict.fromkeys(name for each in every for name in each))
@@ -275,17 +250,18 @@ class Comparison:
             id(run): {name: run.column(name)[-1][1] for name in run.columns} | each
             for run, each in zip(runs, every, strict=True)
         }
+        alarms = {id(run): list(summary.alarms(run)) for run in runs}
+        self.alarms = [text for run in runs for text in alarms[id(run)]]
         #: The groups without the runs that have an alarm.
         self.sound = [
-            replace(each, runs=[run for run in each.runs if not any(alarms(run))])
+            replace(each, runs=[run for run in each.runs if not alarms[id(run)]])
             for each in self.groups
         ]
-        self.known = list(dict.fromkeys([*self.names, *(n for run in runs for n in run.columns)]))
         self._modes = dict.fromkeys((metric, f"final {metric}", f"best {metric}"), mode)
 
     def mode(self, name: str) -> str | None:
         """Return whether the best value of a measure is the highest or the lowest, if known."""
-        return self._modes.get(name) or direction(name)
+        return self._modes.get(name) or summary.direction(name)
 
     def values(self, group: Group, name: str) -> list[float]:
         """Return a measure, or the last value of a column, of the runs of a group that have it."""
@@ -313,11 +289,9 @@ class Comparison:
         their paired differences does not contain 0. None if fewer than two groups have a mean, or
         it is not known whether more or less is better.
         """
-        if self.mode(name) is None:
-            return None
         means = {at: t_interval(self.values(g, name))[0] for at, g in enumerate(self.sound)}
         means = {at: mean for at, mean in means.items() if math.isfinite(mean)}
-        if len(means) < 2:
+        if self.mode(name) is None or len(means) < 2:
             return None
         best = (max if self.mode(name) == "max" else min)(means, key=means.__getitem__)
         close = []
@@ -334,9 +308,8 @@ class Comparison:
 
 #: Characters with a meaning in LaTeX, and their replacements.
 LATEX = {character: f"\\{character}" for character in "&%$#_{}"}
-LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", NBSP: "~"}
+LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", words.NBSP: "~"}
 LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-LATEX |= {'"': r"\textquotedbl{}", "…": r"\ldots{}"}
 LATEX |= {"[": "{[}", "]": "{]}"}  # after a line break, it would be an optional argument
 
 
@@ -359,38 +332,37 @@ def latex(compared: Comparison, columns: Sequence[str] = (), percent: bool = Fal
     if not columns:
         tested = {name for run in compared.runs for name in run.test.get("metrics", {})}
         columns = [name for name in compared.names if name.startswith("final ") or name in tested]
-    if unknown := [name for name in columns if name not in compared.known]:
-        raise FederationError(
-            f"no run has a column {unknown[0]!r}: they have {', '.join(compared.known)}"
-        )
+    known = dict.fromkeys([*compared.names, *(n for each in compared.of.values() for n in each)])
+    if unknown := [name for name in columns if name not in known]:
+        raise FederationError(f"no run has a column {unknown[0]!r}: they have {', '.join(known)}")
     head, cells = ["group"], [[_text(group.name)] for group in compared.groups]
     for name in columns:
-        values = [compared.values(group, name) for group in compared.groups]
-        every = [value for each in values for value in each]
-        is_share = compared.mode(name) == "max" and all(0 <= value <= 1 for value in every)
-        best, close = compared.best(name) or (None, [""])
+        every = [compared.values(group, name) for group in compared.groups]
+        is_share = compared.mode(name) == "max" and all(0 <= v <= 1 for each in every for v in each)
         factor = 100 if percent and is_share else 1
         head.append(_text(name + " (%)" * (factor > 1)))
-        for at, (group, each) in enumerate(zip(compared.groups, values, strict=True)):
-            cell = _cell([factor * value for value in each], at == best and not close)
-            is_whole = len(each) in (0, len(group.runs))
-            cells[at].append(cell + ("" if is_whole else f" ({len(each)} of {len(group.runs)})"))
-    seeds = span([len(group.runs) for group in compared.groups])
+        best, close = compared.best(name) or (None, [""])
+        for at, (group, values) in enumerate(zip(compared.groups, every, strict=True)):
+            cell = _cell([factor * value for value in values], at == best and not close)
+            cells[at].append(cell + _how_many(values, group))
+    seeds = words.span([len(group.runs) for group in compared.groups])
+    modes = {name: compared.mode(name) or "not known whether max or min" for name in columns}
     lines = [
         f"% Needs \\usepackage{{booktabs}}. Mean and sample standard deviation, seeds: {seeds}.",
         "% Bold: best, where the 95 % interval of the paired differences from each other group does"
         " not contain 0.",
-        *(
-            f"% {_text(name)}: {compared.mode(name) or 'not known whether max or min'} is best."
-            for name in columns
-        ),
-        *(f"% {_text(alarm)}" for run in compared.runs for alarm in alarms(run)),
+        *(f"% {_text(name)}: {mode} is best." for name, mode in modes.items()),
+        *(f"% {_text(alarm)}" for alarm in compared.alarms),
         f"\\begin{{tabular}}{{l{'r' * len(columns)}}}",
-        *("\\toprule", rf"{' & '.join(head)} \\", "\\midrule"),
-        *(rf"{' & '.join(row)} \\" for row in cells),
-        *("\\bottomrule", "\\end{tabular}"),
+        *("\\toprule", _row(head), "\\midrule"),
+        *(*map(_row, cells), "\\bottomrule"),
+        "\\end{tabular}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return rf"{' & '.join(cells)} \\"
 
 
 def _cell(values: Sequence[float], is_bold: bool) -> str:
@@ -400,7 +372,7 @@ def _cell(values: Sequence[float], is_bold: bool) -> str:
         >>> print(_cell([0.5, 0.61, 0.7], is_bold=True), _cell([12345.0], is_bold=False))
         $\mathbf{0.60} \pm 0.10$ $12{,}345$
     """
-    text = plus_minus(values).replace(NBSP, " ").replace(",", "{,}")
+    text = plus_minus(values).replace(words.NBSP, " ").replace(",", "{,}")
     if not any(map(str.isdigit, text)):  # unknown or not finite
         return text
     mean, _, std = text.partition(" ± ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Literal
@@ -60,14 +60,9 @@ def with_derived(run: Run, metric: str | None, mode: str) -> Run:
     return replace(run, rows=rows, metric=metric, mode=mode)
 
 
-def finite(values: Iterable[float]) -> list[float]:
-    """Return the finite values."""
-    return [value for value in values if math.isfinite(value)]
-
-
 def total(run: Run, name: str) -> float:
     """Return the sum of the finite values of a column over all rounds."""
-    return sum(finite(value for _, value in run.column(name)))
+    return sum(filter(math.isfinite, dict(run.column(name)).values()))
 
 
 def drops(run: Run) -> dict[str, dict[float, float]]:
@@ -85,11 +80,11 @@ def headline(runs: Sequence[Run]) -> tuple[str | None, str]:
     if runs[0].metric is not None:
         return runs[0].metric, runs[0].mode
     names = list(dict.fromkeys(name for run in runs for name in run.columns))
+    names = [name for name in names if name != "backdoor_acc"]
     # Those of the validation first: in training, clients are measured on their own samples.
     for is_validation in (True, False):
         for part, mode in (("acc", "max"), ("loss", "min")):
-            found = [n for n in names if part in n and n.startswith("val") == is_validation]
-            if found := [n for n in found if n != "backdoor_acc"]:
+            if found := [n for n in names if part in n and n.startswith("val") == is_validation]:
                 return min(found, key=lambda n: n != f"val_{part}"), mode  # the first of equals
     for name in names:
         if name.startswith("val") and (best := direction(name)):
@@ -100,11 +95,10 @@ def headline(runs: Sequence[Run]) -> tuple[str | None, str]:
 def final_and_best(run: Run) -> tuple[float, float, int] | None:
     """Return the last and best values of the metric and the best round; None without values."""
     column = run.column(run.metric or "")
-    points = [(at, value) for at, value in column if math.isfinite(value)]
+    points = [(value, at) for at, value in column if math.isfinite(value)]
     if not points:
         return None
-    best = max if run.mode == "max" else min
-    at, value = best(points, key=itemgetter(1))
+    value, at = (max if run.mode == "max" else min)(points, key=itemgetter(0))
     return column[-1][1], value, int(at)
 
 
@@ -152,8 +146,7 @@ def alarms(run: Run) -> Iterator[str]:
     if kept := [number(at) for at, _ in run.column("kept")]:
         rounds = f"{counted(len(kept), 'round')}: {listed(kept, 10)}"
         yield f"{run.name} kept the global model in {rounds}."
-    lost = [] if run.outcomes is None else run.outcomes.lost()
-    if often := [each for each in lost if each[1] > MOST_LOST * each[2]]:
+    if often := [each for each in run.outcomes.lost() if each[1] > MOST_LOST * each[2]]:
         named = [f"{client_label(c, run)} in {n} of {sampled}" for c, n, sampled in often]
         yield (
             f"{run.name} dropped clients in more than {MOST_LOST:.0%} of their rounds:"
@@ -164,9 +157,8 @@ def alarms(run: Run) -> Iterator[str]:
 def warnings(run: Run) -> Iterator[str]:
     """Yield warnings: an unfinished or resumed run, a test of other options or another round."""
     if not run.is_finished:
-        of = f" of {run.planned}" if run.planned else ""
         yield (
-            f"{run.name} is unfinished ({run.environment['state']}): {run.rounds}{of} rounds are"
+            f"{run.name} is unfinished ({run.environment['state']}): {rounds_done(run)} rounds are"
             " done. To resume it, run fit with --ckpt_path=last."
         )
     if differing := run.test.get("differing options"):
@@ -203,7 +195,7 @@ def setting(run: Run) -> Iterator[str]:
 
 def sampled(run: Run) -> str:
     """Return the number of clients sampled per round, and of all clients."""
-    counts = finite(value for _, value in run.column("clients"))
+    counts = [value for _, value in run.column("clients")]
     return f"{span(counts or [0])} of {number(len(run.sizes)) if run.sizes else 'the'} clients"
 
 
@@ -219,9 +211,14 @@ def split_rule(partition: Manifest) -> str:
     return f"{partition.rule}({inside})"
 
 
+def rounds_done(run: Run) -> str:
+    """Return the number of completed rounds, and of planned ones if it is known."""
+    return f"{run.rounds} of {run.planned}" if run.planned else f"{run.rounds}"
+
+
 def key_figures(run: Run) -> Iterator[tuple[str, str]]:
     """Yield names and values of the key figures of a run."""
-    yield "rounds", f"{run.rounds} of {run.planned}" if run.planned else f"{run.rounds}"
+    yield "rounds", rounds_done(run)
     if judged := final_and_best(run):
         at = int(run.column(run.metric or "")[-1][0])
         where = "" if at == run.rounds else f" (round {at})"

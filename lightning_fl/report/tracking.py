@@ -62,10 +62,8 @@ class LogFiles(Callback):
         """Write the report, and log it and the other files."""
         if self._folder is None:
             return
-        # Other files than those of this fit are left from an earlier one.
-        names = [*STARTED]
-        if any(isinstance(each, RunConfig) for each in trainer.callbacks):  # type: ignore[attr-defined]
-            names.append("config.yaml")
+        has_config = any(isinstance(each, RunConfig) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        names = [*STARTED, *["config.yaml"] * has_config]
         if loop_of(trainer, "LogFiles").rows:
             names += FINISHED
             if any(isinstance(each, WandbLogger | MLFlowLogger) for each in trainer.loggers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.ticker import EngFormatter
 
@@ -16,7 +15,7 @@ NBSP = "\u00a0"
 SEPARATOR = " · "
 
 
-def number(value: Any) -> str:
+def number(value: float | None) -> str:
     """Format a number with four significant digits, an integer with all digits.
 
     Example:
@@ -27,10 +26,6 @@ def number(value: Any) -> str:
     """
     if value is None:
         return "-"
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
     if not math.isfinite(value):
         return "not finite"
     # Below 999.95, four digits have a decimal; page.js has the same limits.

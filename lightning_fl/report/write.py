@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -18,7 +18,7 @@ from lightning_fl import __version__
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, write_atomically
 from lightning_fl.report.figures import COLORS, Panel, svg
-from lightning_fl.report.groups import Group, with_names
+from lightning_fl.report.groups import Group, group
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
 from lightning_fl.report.run import find_runs, read_run
@@ -71,15 +71,23 @@ def report(
             read, no run has the metric or a column, there is a mode without a metric, or a file
             cannot be written.
     """
-    named, left_out = _find_named(runs if isinstance(runs, Mapping) else {"": runs})
-    folders = [folder for each in named.values() for folder in each]
+    named = runs if isinstance(runs, Mapping) else {"": runs}
+    found = {
+        name: find_runs([paths] if isinstance(paths, str | Path) else paths)
+        for name, paths in named.items()
+    }
+    folders = [folder for each, _ in found.values() for folder in each]
     if not folders:
         raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
+    (often, count), *_ = Counter(folder.resolve() for folder in folders).most_common(1)
+    if count > 1:
+        raise FederationError(f"{often} is in several groups: pass it once")
     alone = len(folders) == 1
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
-    if path.suffix != ".html" or path.is_dir():
+    if path.suffix != ".html":
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
-    groups = _judged(named, metric, mode)
+    groups = _judged({name: each for name, (each, _) in found.items() if each}, metric, mode)
+    left_out = [note for _, notes in found.values() for note in notes]
     page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
     table = "" if latex is None else table_of(Comparison(groups), columns, percent)
     with error_context(f"{path} could not be written, choose another output", OSError):
@@ -101,27 +109,14 @@ def _judged(
             f"the name {metric!r} does not tell whether more or less of it is better: set"
             " --mode=max or --mode=min"
         )
-    judged = partial(replace, metric=metric, mode=mode)
-    groups = with_names({n: [judged(read_run(f)) for f in each] for n, each in named.items()})
+    groups: list[Group] = []
+    for name, folders in named.items():
+        runs = [replace(read_run(folder), metric=metric, mode=mode) for folder in folders]
+        groups += [Group(name, runs)] if name else group(runs)
     known = dict.fromkeys(n for each in groups for run in each.runs for n in run.columns)
     if metric not in (None, *known):
         raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(known)}")
     return groups
-
-
-def _find_named(runs: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[str]]:
-    """Return the folders of runs by the name of their group, and notes on runs left out."""
-    named: dict[str, list[Path]] = {}
-    notes: list[str] = []
-    seen: set[Path] = set()
-    for name, paths in runs.items():
-        named[name], left_out = find_runs([paths] if isinstance(paths, str | Path) else paths)
-        notes += left_out
-        folders = {folder.resolve() for folder in named[name]}
-        if twice := seen & folders:
-            raise FederationError(f"{twice.pop()} is in several groups: pass it once")
-        seen |= folders
-    return {name: folders for name, folders in named.items() if folders}, notes
 
 
 def html(page: Report) -> str:
@@ -136,23 +131,16 @@ def html(page: Report) -> str:
     )
     folder = Path(__file__).parent
     script = Markup((folder / "page.js").read_text(encoding="utf-8"))
-    environment.filters |= {
-        "json": _json,
-        # The Content Security Policy allows the script with this hash, and no other.
-        "sha256": _hash,
-        "svg": _svg,
-    }
+    environment.filters |= {"sha256": _sha256, "svg": _svg}
     template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
     return template.render(report=page, version=__version__, script=script, colors=COLORS)
 
 
-_json = partial(json.dumps, separators=(",", ":"), allow_nan=False)
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
+def _sha256(script: str) -> str:
+    """Return the only source of scripts that the Content Security Policy allows."""
+    return f"sha256-{base64.b64encode(sha256(script.encode()).digest()).decode()}"
 
 
 def _svg(panel: Panel, name: str) -> tuple[Markup, str]:
     element, chart = svg(panel, name)
-    return Markup(element), _json(chart)
+    return Markup(element), json.dumps(chart, separators=(",", ":"), allow_nan=False)

@@ -24,7 +24,6 @@ from lightning_fl.callbacks import (
 )
 from lightning_fl.callbacks.report import round_figure
 from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
-from lightning_fl.partition import Manifest
 from lightning_fl.policies import Schedule, Stragglers
 from lightning_fl.report import read_run
 from lightning_fl.types import FederationError
@@ -78,11 +77,6 @@ def test_a_run_leaves_these_files_however_many_clients(run, data, tmp_path, num_
         assert (tmp_path / name).read_bytes().startswith(PNG)
 
 
-def test_the_manifest_is_that_of_the_split(run, tmp_path):
-    federated = run()
-    assert Manifest.read(tmp_path / "partition.json") == federated.manifest()
-
-
 class Break(Callback):
     """Ends the run in its third round."""
 
@@ -94,7 +88,7 @@ class Break(Callback):
             raise self.error
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [ZeroDivisionError("by\nzero"), KeyboardInterrupt()])
 def test_an_interrupted_run_is_drawn_as_far_as_it_went(run, tmp_path, error, monkeypatch):
     drawn = []
     import lightning_fl.callbacks.report as report
@@ -104,11 +98,12 @@ def test_an_interrupted_run_is_drawn_as_far_as_it_went(run, tmp_path, error, mon
         return round_figure(rows)
 
     monkeypatch.setattr(report, "round_figure", watched)
-    with pytest.raises((error, SystemExit)):
+    with pytest.raises((type(error), SystemExit)):
         run(rounds=5, callbacks=[Break(error)])
     assert names(tmp_path) == ALL
     assert drawn == [1, 2]
-    assert environment(tmp_path)["state"] == error.__name__
+    states = "ZeroDivisionError: by", "KeyboardInterrupt"
+    assert environment(tmp_path)["state"] == states[isinstance(error, KeyboardInterrupt)]
     rows = clients(tmp_path)
     assert [row["rounds"] for row in rows] == ["2"] * 4
     assert "train_acc" not in rows[0]
@@ -153,27 +148,6 @@ def test_data_without_classes_are_split_without_a_picture(fit, linear, data, tmp
     fit(module, datamodule=data(train, val=train), rounds=1, callbacks=[RunReport()])
     assert names(tmp_path) == [name for name in ALL if name != "partition.png"]
     assert environment(tmp_path)["no train_acc"].startswith("NotImplementedError: Module [Linear]")
-
-
-def test_a_figure_shows_every_accuracy_and_loss_where_it_is_known():
-    rows = [
-        {"round": 1, "lr": 0.1, "train_loss": 2.0},
-        {"round": 2, "lr": 0.1, "train_loss": 1.0, "val_loss": 1.5, "val_acc": 0.5},
-        {"round": 4, "lr": 0.1, "train_loss": 0.5, "val_loss": 0.75, "val_acc": 0.75},
-    ]
-    accuracy, loss = round_figure(rows).axes
-    assert (accuracy.get_ylabel(), loss.get_ylabel()) == ("accuracy", "loss")
-    assert accuracy.get_xlabel() == loss.get_xlabel() == "round"
-    found = {
-        line.get_label(): line.get_xydata().tolist()
-        for axes in (accuracy, loss)
-        for line in axes.lines
-    }
-    assert found == {
-        "val_acc": [[2, 0.5], [4, 0.75]],
-        "train_loss": [[1, 2], [2, 1], [4, 0.5]],
-        "val_loss": [[2, 1.5], [4, 0.75]],
-    }
 
 
 def test_without_a_federation_there_is_nothing_to_report(trainer, data):
@@ -248,11 +222,10 @@ def test_the_loss_of_each_client_is_that_of_the_model_which_it_received(run, tmp
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped")
-@pytest.mark.parametrize("group_size", [1, 2])
-def test_losses_and_rules_are_the_same_for_vectorized_clients(fit, data, tmp_path, group_size):
+def test_losses_and_rules_are_the_same_for_vectorized_clients(fit, data, tmp_path):
     module = ClientModule(nn.Linear(6, 3)).double()
     nn.init.zeros_(module.net.weight)
-    user = VectorizedClients(module, group_size, compile=False)
+    user = VectorizedClients(module, 2, compile=False)
     loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=2), seed=1)
     fit(user, loop, data(), rounds=2, callbacks=[RunReport(), Poison()])
     first, *_ = (float(row["loss"]) for row in history(tmp_path))
@@ -317,7 +290,7 @@ def test_a_finished_run_resumed_changes_nothing(fit, data, tmp_path, pictures):
     assert {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".ckpt"} == before
 
 
-@pytest.mark.parametrize("missing", [["participation.csv", BY_ROUND], [BY_ROUND], []])
+@pytest.mark.parametrize("missing", [["participation.csv", BY_ROUND], []])
 def test_a_run_that_was_killed_before_its_last_file_is_finished_when_resumed(
     fit, data, tmp_path, missing
 ):
@@ -375,13 +348,6 @@ def test_the_servers_model_is_measured_on_training_samples(
     found = [float(row["train_acc"]) for row in clients(tmp_path)]
     assert found == [right(flat(module), made, client, most) for client in range(4)]
     assert [int(row["train_samples"]) for row in clients(tmp_path)] == made.num_samples.tolist()
-
-
-def test_samples_of_all_steps_of_a_stream_are_counted(fit, data, tmp_path):
-    module = ClientModule(nn.Linear(6, 3)).double()
-    made = measured(fit, data, module, FederatedLoop(), stream_steps=4)
-    counted = [int(row["train_samples"]) for row in clients(tmp_path)]
-    assert counted == [len(part) for part in made.parts] != made.num_samples.tolist()
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -490,36 +456,26 @@ def test_client_samples_is_a_number(value):
         RunReport(value)
 
 
-def test_terms_and_optimizer_and_the_metric_of_clients_are_written(trainer, data, tmp_path):
-    """Groups of runs made in Python differ in them."""
+def test_what_the_run_ran_with_is_written_and_nothing_personal(trainer, data, tmp_path):
+    """Groups of runs made in Python differ in it."""
 
     def margins(module, batch):
         return module(batch[0]).amax(1)
 
-    module = ClientModule(
-        nn.Linear(6, 3), terms=[Proximal(mu=0.5)], optimizer=partial(torch.optim.Adam, lr=0.01)
-    )
+    optimizer = partial(torch.optim.Adam, lr=0.01)
+    module = ClientModule(nn.Linear(6, 3), terms=[Proximal(mu=0.5)], optimizer=optimizer)
     callbacks = [RunReport(), PersonalizedEvaluation(metric=margins)]
-    runner = trainer(FederatedLoop(), 1, callbacks=callbacks)
+    runner = trainer(FederatedLoop(clients_per_round=2, seed=5), 1, callbacks=callbacks)
     runner.fit(module.double(), datamodule=data(local_test_size=0.5))
     found = environment(tmp_path)
-    assert found["terms"] == ["Proximal(mu=0.5)"]
-    assert found["optimizer"].startswith("Adam(lr=0.01, betas=(0.9, 0.999)")
-    assert found["client_metric"] == "margins"
-
-
-def test_what_the_run_ran_with_is_written_and_nothing_personal(run, tmp_path):
-    run(loop=FederatedLoop(clients_per_round=2, seed=5))
-    found = environment(tmp_path)
-    wanted = {"state": "finished", "rounds": 2, "seed": 5, "clients": 4}
+    wanted = {"state": "finished", "rounds": 1, "seed": 5, "clients": 4}
     wanted |= {"module": "ClientModule", "network": "Linear", "parameters": 21}
+    wanted |= {"terms": ["Proximal(mu=0.5)"], "client_metric": "margins"}
     assert {name: found[name] for name in wanted} == wanted
     assert found["aggregator"] == "FedAvg(weighting='samples', normalization='round')"
+    assert found["optimizer"].startswith("Adam(lr=0.01, betas=(0.9, 0.999)")
     assert found["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert found["machine"]["processes"] == 1
-    assert found["terms"] == []
-    assert found["optimizer"] == "SGD(lr=0.001)"
-    assert found["client_metric"] is None
     text = (tmp_path / "environment.json").read_text()
     assert os.uname().nodename not in text
     assert str(tmp_path) not in text

@@ -190,7 +190,6 @@ def test_further_options_change_the_configuration(config):
         ({"federation": {"aggregator": "PFNM"}}, "PFNM replaces the network"),
         ({"federation": {"policy": "RepresentationMatchingReinforce"}}, "error: "),
         ({"trainer": {"max_epochs": -1}}, "no number of rounds"),
-        ({"trainer": {"max_epochs": 3, "precision": "bf16-true"}}, "Flower cannot send"),
         ({"data": {**DIGITS, "init_args": {"stream_steps": 2}}}, "stream_steps=2 changes"),
     ],
 )
@@ -201,12 +200,6 @@ def test_what_an_app_cannot_do_is_refused_before_anything_is_written(
         quick_cli.call("export", "flower", str(changed(**parts)), "--output", "app")
     assert message in capsys.readouterr().err
     assert not Path("app").exists()
-
-
-def test_bf16_of_lightning_is_mixed_and_keeps_the_parameters_in_float32(config):
-    path = changed(trainer={"accelerator": "cpu", "max_epochs": 3, "precision": "bf16"})
-    quick_cli.call("export", "flower", str(path), "--output", "app")
-    assert read_config("app/config.yaml").trainer["precision"] == "bf16"
 
 
 def test_app_needs_the_file_of_a_configuration(config, capsys):
@@ -221,13 +214,3 @@ def test_a_folder_with_files_is_not_overwritten(config):
     with pytest.raises(SystemExit):
         quick_cli.call("export", "flower", str(config), "--output", "app")
     assert [path.name for path in Path("app").iterdir()] == ["notes.txt"]
-
-
-def test_a_file_of_ones_own_that_the_app_would_replace_is_refused(config, monkeypatch, capsys):
-    Path("client_app.py").write_text("from lightning_fl.aggregators import FedAvg\n")
-    monkeypatch.syspath_prepend(".")
-    federation = {"aggregator": "client_app.FedAvg"}
-    with pytest.raises(SystemExit):
-        quick_cli.call("export", "flower", str(changed(federation=federation)), "--output", "app")
-    monkeypatch.delitem(sys.modules, "client_app")
-    assert "rename it" in capsys.readouterr().err

@@ -34,6 +34,7 @@ import flower_apps  # noqa: E402  # imports flwr
 from flwr.app import RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
+from lightning_fl.integrations import flower  # noqa: E402
 from lightning_fl.integrations.flower import FederationStrategy, packed  # noqa: E402
 
 
@@ -259,14 +260,14 @@ def test_a_round_completes_whose_supernode_was_killed(deployed):
     assert largest_difference(found, module.state_dict()) == 0
 
 
-def new(num_clients=2, checkpoint=None):
+def new():
     server = RemoteServer(flower_apps.module("FedAvg"), policy=flower_apps.policy(), seed=3)
-    return FederationStrategy(server, num_clients, checkpoint)
+    return FederationStrategy(server, num_clients=2)
 
 
-def begun(checkpoint=None):
+def begun():
     """A strategy whose two clients are known, without nodes."""
-    made = new(checkpoint=checkpoint)
+    made = new()
     for at in (0, 1):
         made.members.admit(70 + at, node(at))
     return made
@@ -456,20 +457,6 @@ def test_options_that_do_not_reach_clients_are_refused():
         new().start(Nodes({}), train_config={"lr": 0.1})
 
 
-def test_parameters_in_bfloat16_are_refused():
-    module = flower_apps.module("FedAvg").bfloat16()
-    with pytest.raises(FederationError, match=r"net.0.weight is in bfloat16, which Flower cannot"):
-        FederationStrategy(RemoteServer(module), 2)
-    module = flower_apps.module("FedAvg")
-    module.register_buffer("angles", torch.ones(2, dtype=torch.bfloat16), persistent=False)
-    with pytest.raises(FederationError, match="angles is in bfloat16, which Flower cannot"):
-        FederationStrategy(RemoteServer(module), 2)
-    made = new()
-    made.server.trainer_options = {"precision": "bf16-true"}
-    with pytest.raises(FederationError, match=r"net.0.weight is in bfloat16"):
-        made.start(Nodes({70: node(0), 71: node(1)}))
-
-
 def test_a_first_round_in_which_all_clients_fail_ends_the_run():
     """An option that clients refuse would otherwise leave the model as it is in every round."""
     made = in_the_run(begun())
@@ -493,15 +480,18 @@ def test_a_first_round_in_which_all_clients_fail_ends_the_run():
     assert made.server.rows[0]["dropped"] == 2
 
 
-def test_a_finished_checkpoint_says_that_nothing_is_trained(tmp_path):
+def test_a_finished_checkpoint_says_that_nothing_is_trained(tmp_path, monkeypatch):
     file = tmp_path / "server.pt"
     server = begun().server
     server.begin([12, 12], [3, 3], checkpoint=file)
     server.tasks()
     with pytest.warns(UserWarning, match="dropped 2 of 2|0 of 2 clients returned"):
         server.finish({})
-    with pytest.warns(UserWarning, match="has all 1 rounds, and nothing is trained"):
-        begun(checkpoint=file).start(Nodes({70: node(0), 71: node(1)}), num_rounds=1)
+    said, made = [], begun()
+    made.checkpoint = file
+    monkeypatch.setattr(flower.LOG, "info", lambda text, *values: said.append(text % values))
+    made.start(Nodes({70: node(0), 71: node(1)}), num_rounds=1)
+    assert f"resuming after round 1 of 1: {file}" in said
 
 
 CONFIG = """

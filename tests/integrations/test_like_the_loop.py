@@ -12,14 +12,7 @@ from apart import CPU, compare, federation, replies_of, run, train
 from frozen import frozen_once
 from grids import diagonal, others_slow
 from lightning_fl import ClientModule, aggregators
-from lightning_fl.aggregators import (
-    FedAvg,
-    FedDyn,
-    FedNova,
-    FlexLoRA,
-    Scaffold,
-    Staged,
-)
+from lightning_fl.aggregators import FedAvg, FedDyn, FedNova, FlexLoRA, Scaffold, Staged
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import Kept
 from lightning_fl.integrations.server import RemoteServer

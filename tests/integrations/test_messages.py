@@ -21,18 +21,14 @@ def refusal(members, sender, message):
     ("changed", "why"),
     [
         ({"client": 2}, "it is client 2, and there are 2 clients: number them from 0"),
-        ({"client": -1}, "it is client -1, and there are 2 clients"),
         ({"client": True}, "its client is not the int that lightning_fl sends"),
-        ({"client": "0"}, "its client is not the int"),
         ({"num_samples": 0}, "client 0 has 0 samples in 3 batches"),
         ({"num_samples": 2**62}, "samples in 3 batches"),
         ({"num_samples": 10**5000}, "its num_samples is not the int"),
-        ({"num_samples": 12.0}, "its num_samples is not the int"),
         ({"batches_per_epoch": 0}, "client 0 has 12 samples in 0 batches"),
         ({"batches_per_epoch": 13}, "client 0 has 12 samples in 13 batches"),
         ({"version": "0.0.1"}, "client 0 has version 0.0.1 of lightning_fl, and the server"),
         ({"version": "\x1b[2J\n" + "x" * 9999}, "client 0 has version  [2J xxx"),
-        ({"client": "\x1b[2J\n" + "x" * 9999}, "its client is not the int"),
     ],
 )
 def test_first_message_that_cannot_be_true_admits_nobody(changed, why):
@@ -85,9 +81,6 @@ TENSORS = {"delta": [1.0], "counters": [0]}
     [
         (None, TENSORS),
         ({**ABOUT, "update": "7"}, TENSORS),
-        ({**ABOUT, "lr": 1}, TENSORS),
-        ({**ABOUT, "dropped": None}, TENSORS),
-        (ABOUT, None),
         (ABOUT, {"delta": [1.0]}),
         (ABOUT, {**TENSORS, "delta": ["x"]}),
         (ABOUT, {**TENSORS, "counters": [[1], [2, 3]]}),

@@ -9,24 +9,13 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from apart import (
-    CPU,
-    ROUNDS,
-    assert_same,
-    by_the_loop,
-    federation,
-    made,
-    replies_of,
-    run,
-    train,
-)
+from apart import CPU, ROUNDS, assert_same, by_the_loop, federation, made, replies_of, run, train
 from lightning_fl.aggregators import PFNM, FedAdam, FedBuff, Scaffold
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import Kept, file_of
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.objectives import ClientModule
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners import VectorizedClients
 from lightning_fl.types import FederationError
 from two_classes import samples
 
@@ -131,8 +120,6 @@ def flip_a_bit(path):
         lambda path: path.write_bytes(b"PK"),
         flip_a_bit,
         of_torch([1, 2]),
-        of_torch({"states": {"7": {}}}),
-        of_torch({"states": {7: {"c": 1}}}),
         lambda path: torch.save({"states": Payload(path.parent / "ran")}, path),
     ],
 )
@@ -224,8 +211,6 @@ SPOILED = {
         lambda reply: replace(reply, delta=reply.delta.float()),
         "44 values in torch.float32",
     ),
-    "layout": (lambda reply: replace(reply, delta=reply.delta.to_sparse()), "44 values in"),
-    "counters": (lambda reply: replace(reply, counters=torch.zeros(3)), "and the model has 44"),
     "nan": (lambda reply: replace(reply, delta=reply.delta * torch.nan), r"\(non-finite values\)"),
     "nothing more": (lambda reply: replace(reply, extras={}), "requires control_change of the cli"),
     "more": (lambda reply: with_extra(reply, torch.ones(1, 1)), r"of shape \(44,\)"),
@@ -234,24 +219,11 @@ SPOILED = {
         lambda reply: with_extra(reply, torch.tensor(torch.nan)),
         r"shape \[\] in",
     ),
-    "sparse": (
-        lambda reply: with_extra(reply, torch.ones(1, 44).to_sparse()),
-        "not numbers of one",
-    ),
     "complex": (
         lambda reply: with_extra(reply, torch.ones(1, 44) * 1j),
         "torch.complex64, not ",
     ),
-    "eight bits": (
-        lambda reply: with_extra(reply, torch.ones(1, 44).to(torch.float8_e5m2)),
-        "in torch.float8_e5m2, not numbers",
-    ),
-    "name": (
-        lambda reply: replace(reply, extras={"\x1b[2J\n" * 999: torch.ones(1) / 0}),
-        r"'\\x1b",
-    ),
     "rate": (lambda reply: replace(reply, lr=float("nan")), "with the learning rate nan"),
-    "negative rate": (lambda reply: replace(reply, lr=-0.1), "rate -0.1, and was sent 0"),
     "large rate": (lambda reply: replace(reply, lr=1e9), r"learning rate 1e\+09, and was sent 0"),
     "loss": (lambda reply: replace(reply, loss=float("inf")), "it sent the loss inf"),
     "samples": (lambda reply: replace(reply, num_samples=13), "it trained 13 .* had 12"),
@@ -270,8 +242,6 @@ def test_update_that_does_not_fit_drops_its_client_alone(name):
     with pytest.warns(UserWarning, match="client 2 ") as caught:
         assert server.finish(replies | {2: spoil(replies[2])})["dropped"] == 1
     assert re.search(f"client 2 .*{message}", said(caught))
-    assert all(len(str(each.message)) < 600 for each in caught)
-    assert said(caught).replace("\n", "").isprintable()
     replies = replies_of(clients, expected.tasks(), {})
     del replies[2]
     with pytest.warns(UserWarning, match=r"round 1: dropped 1 of 5 client updates: client 2 \("):
@@ -308,7 +278,7 @@ def test_sites_with_their_own_data_have_random_numbers_of_their_own():
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_schedulers_and_vectorized_modules_are_refused():
+def test_schedulers_are_refused():
     class Scheduled(ClientModule):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -321,8 +291,6 @@ def test_schedulers_and_vectorized_modules_are_refused():
     client = RemoteClient(scheduled, samples(), trainer=CPU)
     with pytest.raises(FederationError, match="Scheduled has a learning rate scheduler"):
         train(server, client)
-    with pytest.raises(FederationError, match="pass the module itself"):
-        RemoteClient(VectorizedClients(module()), samples())
 
 
 def test_client_of_another_version_is_refused():

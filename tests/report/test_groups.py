@@ -59,11 +59,6 @@ def test_null_is_the_rule_that_it_stands_for():
     assert names(run(federation={"aggregator": None}), run(**rule("FedAvg"))) == [("a", 2)]
 
 
-def test_a_run_without_a_config_stands_alone():
-    assert names(run("a/version_0"), run("a/version_1")) == [("a/version_0", 1), ("a/version_1", 1)]
-    assert names(run("a/version_0"), run("a/version_0")) == [("a/version_0", 1)] * 2  # x/a and y/a
-
-
 def from_python(name, seed, **environment):
     known = {"seed": seed, "state": "finished", "machine": {"threads": seed}, **environment}
     return Run(name, [{"round": 1.0}], environment=known)

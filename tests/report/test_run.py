@@ -126,12 +126,6 @@ def test_losses_and_scores_are_read(folder):
     }
 
 
-def test_names_with_line_breaks_are_read(folder):
-    table = 'client,name,rounds\n0,"a\u2028b",1\n1,"c\nd",1\n'
-    run = read_run(folder(participation__csv=table))
-    assert run.names == {0: "a\u2028b", 1: "c\nd"}
-
-
 def test_other_callbacks_of_a_resumed_fit_are_told(folder, config):
     faults = {"class_path": "lightning_fl.callbacks.ClientFaults", "init_args": {"dropout": 0.2}}
     later = config(trainer__callbacks=[faults], trainer__max_epochs=9)

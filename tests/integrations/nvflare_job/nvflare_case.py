@@ -4,13 +4,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_fl.aggregators import (
-    ClusteredFL,
-    CoordinateMedian,
-    FedAdam,
-    FedAvg,
-    Scaffold,
-)
+from lightning_fl.aggregators import ClusteredFL, CoordinateMedian, FedAdam, FedAvg, Scaffold
 from lightning_fl.integrations.nvflare import FederationAggregator
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.policies import Schedule
