@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler
 from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -23,7 +22,6 @@ from lightning_fl import ClientModule
 from lightning_fl.aggregators import PFNM, FedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.hooks import replaced
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import (
     DiscreteGaussianReinforce,
@@ -33,7 +31,7 @@ from lightning_fl.policies import (
     StagedPolicy,
     Stragglers,
 )
-from lightning_fl.runners import Phase, VectorizedClients
+from lightning_fl.runners import VectorizedClients
 from lightning_fl.samplers import PoissonSampler
 from lightning_fl.transforms import Quantize, TopK
 from lightning_fl.types import FederationError
@@ -100,18 +98,6 @@ def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, wh
         torch.testing.assert_close(validated, by_hand(data, start, rounds), atol=1e-12, rtol=0)
 
 
-def test_a_vectorized_module_starts_from_what_it_wrote(fit, linear):
-    results = []
-    for group_size in (None, 3):
-        module = linear()
-        module.on_train_epoch_start = lambda module=module: shrink(module)
-        data = FederatedDataModule(regression(), regression(9), num_clients=3, batch_size=4)
-        user = VectorizedClients(module, 3, compile=False) if group_size else module
-        fit(user, FederatedLoop(seed=3), data)
-        results.append(module.net.weight.detach())
-    torch.testing.assert_close(*results, atol=1e-12, rtol=0)
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_write_before_a_round_is_made_once_when_the_round_is_resumed(fit, linear, data, tmp_path):
     class Save(L.Callback):
@@ -166,18 +152,6 @@ def test_the_hooks_of_a_module_are_its_own_again_after_a_fit(fit, linear, data, 
     assert set(vars(module)) - before <= {"_hparams"}  # Lightning's own
     assert type(runner) is kind
     assert runner.fit_loop.epoch_loop.automatic_optimization.run == run
-
-
-def test_a_replaced_method_shows_the_arguments_of_the_users():
-    class Owner:
-        def method(self, batch):
-            return batch
-
-    owner = Owner()
-    with replaced(owner, "method", lambda method: lambda batch: method(batch) + 1):
-        assert owner.method.__wrapped__.__func__ is Owner.method
-        assert owner.method(1) == 2
-    assert vars(owner) == {}
 
 
 # --- a client's own steps -------------------------------------------------------------------------
@@ -496,18 +470,6 @@ def test_a_schedule_ends_with_the_run_whoever_trains(fit, scheduled, data, blobs
     assert [row["lr"] for row in others] == [row["lr"] for row in rows]
 
 
-@pytest.mark.filterwarnings("ignore:.*hooks of the backward pass get the stacked")
-def test_a_callback_that_looks_at_gradients_does_not_stop_the_schedule(fit, scheduled, data, blobs):
-    weights = []
-    for callbacks in ([], [type("Watch", (L.Callback,), {"on_after_backward": lambda *_: None})()]):
-        module = scheduled(linear_decay)
-        user = VectorizedClients(module, 4, compile=False)
-        federated = uneven(data, train=blobs(60))
-        fit(user, FederatedLoop(seed=3), federated, rounds=2, callbacks=callbacks)
-        weights.append(module.net[0].weight.detach())
-    torch.testing.assert_close(*weights, atol=1e-12, rtol=0)
-
-
 def test_a_plateau_of_steps_is_refused(fit, decaying, data):
     module = decaying(lambda optimizer, total: {"scheduler": ReduceLROnPlateau(optimizer)})
     with pytest.raises(FederationError, match='set interval="epoch"'):
@@ -766,12 +728,6 @@ def test_transforms_see_what_is_trained(tuned, transform, wrap):
     assert torch.equal(frozen.backbone.weight, Tuned().backbone.weight)
 
 
-def test_layers_that_are_thawed_join_what_a_client_has_kept(tuned):
-    sent = tuned([TopK(0.1)], thaw=True)[1]
-    assert sent[0][0] == 2 * 16 * (8 + 4)
-    assert sent[1][0] == 2 * 46 * (8 + 4)
-
-
 def test_a_fit_without_a_loop_says_that_it_is_no_federation(linear, data, trainer):
     runner = trainer(False, 2, reload_dataloaders_every_n_epochs=1, log_every_n_steps=1)
     with pytest.warns(UserWarning, match=r"no FederatedLoop.*callbacks=\[FederatedLoop"):
@@ -865,30 +821,6 @@ def test_training_batches_are_those_of_the_client(fit, kind, is_lean, hooks):
     assert beside.batches == [*range(10)] * 2
 
 
-class Profiled(PassThroughProfiler):
-    """Asks before and after each training step, as the profiler of torch does."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = set()
-
-    def start(self, action_name):
-        if action_name.endswith("training_step"):
-            self.found.add(self._lightning_module.trainer.num_training_batches)
-
-    stop = start
-
-
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
-def test_a_profiler_counts_batches_though_clients_train_at_once(fit, linear):
-    profiler = Profiled()
-    # With a callback that follows batches, each has one local step.
-    follows = type("Follows", (L.Callback,), {"on_train_batch_end": lambda *_: None})()
-    options = {"profiler": profiler, "callbacks": [follows]}
-    ask_for_batches(fit, linear(), lambda m: VectorizedClients(m, 2, compile=False), **options)
-    assert profiler.found == {6}
-
-
 class Plans(L.LightningModule):
     """Looks for the length of its schedule before the first round."""
 
@@ -934,18 +866,3 @@ HOOKS = ["setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_
 def test_before_a_step_the_training_batches_are_those_of_the_longest_client(fit, hook, look):
     module = ask_for_batches(fit, Plans(hook, look))
     assert set(module.found) == {4}
-
-
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
-@pytest.mark.parametrize("hook", HOOKS)
-def test_before_a_step_the_training_batches_of_a_stream_are_those_of_the_round(fit, hook):
-    data = FederatedDataModule(
-        regression(48), num_clients=2, batch_size=4, val_size=0, stream_steps=3
-    )
-    module = Plans(hook, lambda trainer: trainer.num_training_batches)
-    fit(module, FederatedLoop(), data, rounds=2)
-    assert set(module.found) == {2}  # of 8 samples, not of all 24
-    # An epoch of 2 steps leaves steps for the second phase.
-    phases = [Phase(["net.weight"], local_epochs=1), Phase("all")]
-    loop = FederatedLoop(policy=Schedule(num_steps=4, phases=phases))
-    fit(Plans(hook, lambda trainer: None), loop, data, rounds=1)

@@ -47,6 +47,7 @@ LOGS = [
 
 @pytest.mark.parametrize("log", LOGS)
 @pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.filterwarnings("ignore:.*training_step logs a metric or logs a twice")
 def test_logged_values_agree(agree, tiny, log, group_size):
     class Logs(tiny.kind):
         def training_step(self, batch, batch_idx):
