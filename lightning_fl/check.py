@@ -112,34 +112,28 @@ class _Fit(NamedTuple):
     processes: int = 1
 
 
-class _Column(NamedTuple):
-    """One or more fits that are compared with the first fit, or two with each other; the remedy."""
-
-    fits: Sequence[_Fit]
-    remedy: str
-
-
-#: What each column changes.
+#: What each column changes: one or more fits that are compared with the first fit, or two with each
+#: other, and the remedy.
 #:
 #: :meta hide-value:
-COLUMNS = {
-    "order": _Column(
+COLUMNS: dict[str, tuple[list[_Fit], str]] = {
+    "order": (
         [_Fit(is_reversed=True)],
         "store such a value in a buffer, or reset it in on_client_start of the module",
     ),
-    "resume": _Column(
+    "resume": (
         [_Fit(is_resumed=True)],
         "store such a value in a buffer, or in state_dict of the callback",
     ),
-    "vectorized": _Column(
+    "vectorized": (
         [_Fit(is_double=True), _Fit(is_double=True, is_vectorized=True)],
         "train without VectorizedClients",
     ),
-    "processes": _Column(
+    "processes": (
         [_Fit(rank=rank, processes=2) for rank in range(2)],
         "make the training independent of the process, its rank and its other clients",
     ),
-    "plain": _Column(
+    "plain": (
         [_Fit(is_double=True, plain="federated"), _Fit(is_double=True, plain="lightning")],
         "let the training depend on the client's own batches and steps only",
     ),
@@ -152,7 +146,6 @@ class _Settings(NamedTuple):
     make: Callable[[], Run]
     rounds: int
     clients: int | None
-    steps: int
     folder: Path
 
 
@@ -162,7 +155,6 @@ def check_federation(
     rounds: int = 2,
     clients: int = 4,
     columns: Sequence[str] = tuple(COLUMNS),
-    steps: int = STEPS,
 ) -> list[CheckResult]:
     """Train a small federation again with one thing changed, and compare the final models.
 
@@ -179,7 +171,6 @@ def check_federation(
         columns: What to check: ``order`` (the clients in reverse order), ``resume`` (continued
             after the first round by a new process), ``vectorized``, ``processes`` (two), ``plain``
             (one client with all samples, beside Lightning without a loop).
-        steps: Maximum number of local steps of a client and round.
 
     Returns:
         A result per column.
@@ -188,25 +179,24 @@ def check_federation(
         FederationError: If an option is out of range, or the first fit fails, for example since
             CUDA is in use already, so that processes cannot be forked.
     """
-    return list(check_columns(make, rounds, clients, columns, steps))
+    return list(check_columns(make, rounds, clients, columns))
 
 
 def check_columns(
-    make: Callable[[], Run], rounds: int, clients: int, columns: Sequence[str], steps: int
+    make: Callable[[], Run], rounds: int, clients: int, columns: Sequence[str]
 ) -> Iterator[CheckResult]:
     """Yield the result of each column when it is known; see :func:`check_federation`."""
     check_integer("rounds", rounds, min=2)
     check_integer("clients", clients, min=2)
-    check_integer("steps", steps, min=1)
     if unknown := [name for name in columns if name not in COLUMNS]:
         raise FederationError(f"unknown column {unknown[0]!r}: choose from {list(COLUMNS)}")
     with tempfile.TemporaryDirectory() as folder:
-        settings = _Settings(make, rounds, clients, steps, Path(folder))
+        settings = _Settings(make, rounds, clients, Path(folder))
         (base,) = _trained(settings, _Fit())
-        if base.get("refused"):  # some rules need all clients
+        if base.get("outcome") == "refused":  # some rules need all clients
             settings = settings._replace(clients=None)
             (base,) = _trained(settings, _Fit())
-        if error := base.get("refused") or base.get("failed"):
+        if error := base.get("detail"):
             raise FederationError(f"the federation cannot be checked, as its fit fails: {error}")
         for column in columns:
             yield _column(column, settings, base)
@@ -214,11 +204,12 @@ def check_columns(
 
 def _column(column: str, settings: _Settings, base: dict[str, Any]) -> CheckResult:
     """Return the result of a column."""
-    fits = COLUMNS[column].fits
+    fits, _ = COLUMNS[column]
     found = _trained(settings, *fits)
     if fits[0].is_double:
         return _compared(column, found[0], found[1], ROUNDING)
-    failed = [each for each in found if "failed" in each]  # others then say that a process failed
+    # Other processes than one that failed say that one has failed.
+    failed = [each for each in found if each.get("outcome") == "failed"]
     return _compared(column, base, (failed or found)[0], 0.0)
 
 
@@ -230,9 +221,8 @@ def _compared(
 ) -> CheckResult:
     """Compare what two fits have left."""
     for each in (base, found):
-        for outcome in ("failed", "refused"):
-            if error := each.get(outcome):
-                return CheckResult(column, outcome, detail=error)
+        if "outcome" in each:
+            return CheckResult(column, **each)
     differences = {
         name: _difference(tensor, found["state"].get(name))
         for name, tensor in base["state"].items()
@@ -250,7 +240,7 @@ def _compared(
                 break
     attributes = ", ".join(base["changed"][:5])
     named = f"perhaps {attributes}: " if attributes and not tolerance else ""
-    return CheckResult(column, "different", largest, tensor, client, named + COLUMNS[column].remedy)
+    return CheckResult(column, "different", largest, tensor, client, named + COLUMNS[column][1])
 
 
 def _difference(one: Tensor, other: Tensor | None) -> tuple[float, float]:
@@ -281,7 +271,7 @@ def _trained(settings: _Settings, *fits: _Fit) -> list[dict[str, Any]]:
     except ProcessException as error:
         failure = str(error)
     return [
-        torch.load(path, weights_only=False) if path.exists() else {"failed": failure}
+        torch.load(path, weights_only=False) if path.exists() else _ended("failed", failure)
         for path in paths
     ]
 
@@ -310,12 +300,16 @@ def _attempt(settings: _Settings, fit: _Fit) -> dict[str, Any]:
         try:
             left = _train(settings, fit)
         except MisconfigurationException as error:  # of Lightning or of this library
-            return {"refused": str(error)}
+            return _ended("refused", str(error))
         except Exception as error:  # of the user's code, of any kind
-            return {"failed": f"{type(error).__name__}: {error}"}
+            return _ended("failed", f"{type(error).__name__}: {error}")
     messages = [str(warning.message) for warning in seen] if fit.is_vectorized else []
     refusal = next((message for message in messages if FALLBACK in message), None)
-    return left if refusal is None else {"refused": refusal}
+    return left if refusal is None else _ended("refused", refusal)
+
+
+def _ended(outcome: str, detail: str) -> dict[str, Any]:
+    return {"outcome": outcome, "detail": detail}
 
 
 def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
@@ -389,7 +383,7 @@ class _Change(pl.Callback):
         clients, options = self._settings.clients, self._loop.options
         if self._fit.plain:
             _give_all_samples_to_one_client(data)
-            steps = min(self._settings.steps, int(data.batches_per_epoch[0]))
+            steps = min(STEPS, int(data.batches_per_epoch[0]))
             self._loop.options = replace(options, policy=Schedule(num_steps=steps))
             self._loop.seed = run_seed(data.seed)
             if self._fit.plain == "lightning":
@@ -406,7 +400,7 @@ class _Change(pl.Callback):
     def _changed(self, plan: RoundPlan) -> RoundPlan:
         steps = plan.num_steps
         if not self._loop.policy.learns_from:  # a policy may learn from the steps that it has set
-            steps = steps.clamp(max=self._settings.steps)
+            steps = steps.clamp(max=STEPS)
         return replace(plan, num_steps=steps, is_reversed=self._fit.is_reversed)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -18,11 +18,7 @@ from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.optimizer import ClientOptimizer, ClientOptimizers, optimizers_in
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.tensors import TensorList, flat
-from lightning_fl.runners.vectorized_clients import (
-    VectorizedClients,
-    client_runner,
-    user_module,
-)
+from lightning_fl.runners.vectorized_clients import VectorizedClients, client_runner, user_module
 
 __all__ = [
     "BufferPolicy",

@@ -103,8 +103,8 @@ class Graphs:
         except Exception as error:  # torch.compile and the compilers below it fail in many ways
             self.shapes[shape] = False
             rank_zero_warn(
-                "steps are not compiled from here on: a graph failed, or is no longer valid, for"
-                f" example since training_step uses batch_idx ({first_line(error)})"
+                "steps are not compiled: a graph failed, or is no longer valid, for example since"
+                f" training_step uses batch_idx ({first_line(error)})"
             )
             return None
         self._ready.add(kind)

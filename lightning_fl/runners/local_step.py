@@ -74,10 +74,7 @@ def gradients_of(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
 
 
 #: Attributes of the module that a step sets.
-_SET = (
-    *("log", "optimizers", "_sample_weight", "_record"),
-    "federated_global_parameters",
-)
+_SET = "log", "optimizers", "_sample_weight", "_record", "federated_global_parameters"
 _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
 
 

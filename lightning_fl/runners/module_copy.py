@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Iterable
 from types import CellType, FunctionType
 from typing import Any
@@ -13,12 +12,6 @@ from torch import Tensor
 
 from lightning_fl.hooks import attributes_set
 
-#: Hooks of a module that are called when its state is saved or loaded.
-HOOKS = (
-    *("_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
-
 
 def copied_module(module: LightningModule, constants: Iterable[Tensor]) -> LightningModule:
     """Copy a module. The copy has the same Trainer, but what it passes to ``log`` is discarded.
@@ -27,8 +20,6 @@ def copied_module(module: LightningModule, constants: Iterable[Tensor]) -> Light
     copy instead.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in constants}
-    for part in module.modules():  # its hooks may hold anything, and a copy is not saved
-        memo |= {id(vars(part)[name]): OrderedDict() for name in HOOKS}
     with attributes_set(module, {"_trainer": None}):
         made = copy.deepcopy(module, memo)
     own, attached = vars(made), module._trainer

@@ -87,11 +87,7 @@ class BatchSamples:
     """
 
     def __init__(
-        self,
-        batch: Any,
-        sizes: Tensor,
-        active: Tensor,
-        fetch: Callable[[int], Any] | None = None,
+        self, batch: Any, sizes: Tensor, active: Tensor, fetch: Callable[[int], Any] | None = None
     ) -> None:
         self._sizes, self._fetch = sizes, fetch
         self._batch, self._is_full = batch, list[bool]()

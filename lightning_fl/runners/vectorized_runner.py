@@ -325,21 +325,15 @@ class VectorizedRunner(ClientRunner):
             for now, start in zip(trained, self._start, strict=True):
                 now.copy_(start.lerp(now, beside(self._client_ratios, now).to(now.dtype)))
         for name, now in self._stepped().items() if before else ():
-            old = before[name] if name in before else self._fresh(name)
+            if (old := before.get(name)) is None:  # made since then, as a phase has begun
+                _, index, key = name.split(".", 2)
+                old = fresh(self.optimizer, params_of(self.optimizer)[int(index)], key)
             now.copy_(torch.where(beside(active, now), now, old))
 
     def _stepped(self) -> Tensors:
         """Return the tensors that a step changes: parameters, and optimizer state if it is kept."""
         params = {self.row_name(name): p.detach() for name, p in self.stacks.params.items()}
         return {**params, **self._optimizer_rows()}
-
-    def _fresh(self, row_name: str) -> Tensor:
-        """Return the initial value of an optimizer state.
-
-        A phase may begin, and create the state of its parameters, after some clients are done.
-        """
-        _, index, key = row_name.split(".", 2)
-        return fresh(self.optimizer, params_of(self.optimizer)[int(index)], key)
 
     def start_phases(self, ends: Tensor) -> None:
         """Start the phases of the clients; see :meth:`ClientRunner.start_phases`.

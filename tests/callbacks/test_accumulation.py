@@ -49,7 +49,7 @@ def test_the_check_of_a_federation_passes(data, foreign, accumulated):
         return Run(module, data(num_clients=3), FederatedLoop(buffers="average"), trainer=trainer)
 
     columns = "order", "resume", "vectorized", "plain"
-    results = check_federation(make, columns=columns, steps=5)
+    results = check_federation(make, columns=columns)
     expected = ["equal", "equal", "refused", "equal"]
     assert [result.outcome for result in results] == expected, results
     assert "accumulates gradients (accumulate_grad_batches)" in results[2].detail

@@ -153,8 +153,7 @@ def test_a_step_with_another_number_in_each_step_is_not_compiled_for_long(ready,
 
     with pytest.warns(UserWarning, match=r"steps are not compiled: .* batch_idx"):
         train()
-    assert [loss is None for loss in losses] == [False, True, False, True]
-    torch.testing.assert_close(losses[0], losses[2])
+    assert [loss is None for loss in losses] == [False, True]
 
 
 def test_what_a_cuda_graph_returns_is_copied(monkeypatch):
@@ -177,7 +176,7 @@ def test_a_step_is_compiled_as_a_whole():
     """Also by torch 2.11, which compiles neither the removal of attributes nor what follows."""
     module = ClientModule(torch.nn.Linear(3, 2), [WeightDivergence()])
     params = {n: torch.nn.Parameter(p.detach()[None]) for n, p in module.named_parameters()}
-    fixed = {name: param.detach()[0] for name, param in params.items()}
+    fixed = {name: param.detach() for name, param in params.items()}
     optimizer, batch = torch.optim.SGD(params.values(), lr=0.1), (torch.ones(1, 4, 3), LABELS)
     local = LocalStep(module)
     whole = torch.compile(sgd_step, backend="eager", fullgraph=True)

@@ -272,8 +272,6 @@ def declared(kind):
         lambda p: Adaptive(p, "yogi", lr=0.01),
         PFedMe,
         lambda p: PFedMe(p, inner_steps=1),
-        declared(hidden.Counting),
-        declared(hidden.Attribute),
     ],
 )
 def test_vectorized_clients_with_an_elementwise_optimizer_agree(make, agree, tiny):
@@ -299,7 +297,9 @@ def test_state_before_the_first_step_is_fresh_for_each_client(update, tiny, trai
         train(tiny(optimizer=declared(Early)), 3)
 
 
-@pytest.mark.parametrize("make", [optim.ASGD, optim.Rprop, declared(hidden.Lookahead)])
+@pytest.mark.parametrize(
+    "make", [optim.ASGD, optim.Rprop, *map(declared, (hidden.Lookahead, hidden.Attribute))]
+)
 def test_different_rates_need_steps_proportional_to_the_rate(make, agree, train, tiny):
     def federation(lr):
         return {"policy": train.policy(lr=lr)}

@@ -93,23 +93,6 @@ def test_state_that_is_set_for_each_client_does_not_warn(train, stateful):
     train(stateful(lambda m: 1 / m.steps), callbacks=[Name()])
 
 
-def test_a_layer_that_a_step_freezes_warns_unless_it_is_set_for_each_client(train, tiny):
-    class Freezes(tiny.kind):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.net[0].requires_grad_(False)
-            return loss
-
-    class Restores(Freezes):
-        def on_client_start(self):
-            self.net[0].requires_grad_(True)
-
-    federation = {"policy": Schedule(num_steps=3)}
-    with warns():
-        train(tiny(Freezes), federation=federation)
-    train(tiny(Restores), federation=federation)
-
-
 #: Factors that depend on the count of optimizer steps.
 OF_STEPS = (
     lambda m: 1 / (1 + m.global_step),
