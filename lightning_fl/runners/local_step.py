@@ -158,15 +158,19 @@ class LocalStep(nn.Module):
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             options.update(zip(_LOG_OPTIONS, args, strict=False))
-            if isinstance(value, Metric) and not self._is_of_all:
-                return
             if isinstance(value, Metric) or name in logs:
-                raise FederationError(f"training_step logs a metric or logs {name} twice")
+                if self._is_of_all:
+                    raise FederationError(f"training_step logs a metric or logs {name} twice")
+                return
             size = options.pop("batch_size", None)
             if size is None or (weight is not None and size == len(weight)):  # size with padding
                 size = torch.nan
-            value = self._on_device(value)
-            size = torch.full((), size, dtype=torch.float64, device=value.device)
+            device = self.module.device
+            size = torch.full((), size, dtype=torch.float64, device=device)
+            if isinstance(value, Tensor):
+                value = value.detach().reshape(()).to(device, non_blocking=True)
+            else:
+                value = torch.full((), value, device=device)
             self.log_options[name], logs[name] = options, (value, size)
 
         def record(loss: Tensor, count: Any) -> None:
@@ -206,13 +210,6 @@ class LocalStep(nn.Module):
         kind, own = type(self.module), vars(self.module)
         missing = [name for name in _SET if name not in own and hasattr(kind, name)]
         return attributes_set(self.module, {name: getattr(kind, name) for name in missing})
-
-    def _on_device(self, value: Any) -> Tensor:
-        """Return a logged value as a tensor on the device of the module."""
-        device = self.module.device
-        if not isinstance(value, Tensor):
-            return torch.full((), value, device=device)
-        return value.detach().reshape(()).to(device, non_blocking=True)
 
     def many(
         self,

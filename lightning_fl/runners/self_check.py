@@ -45,9 +45,10 @@ class OrderCheck:
     """Warn if a step of the first client changes the first step of the second.
 
     Parameters and buffers belong to a client, everything else on a module is shared by all clients.
-    At the first client, the module is copied twice, and one copy makes the first step. At the
-    second client, both copies make its first step, with its tensors and the same random numbers. If
-    losses or gradients differ, a warning names ``lightning-fl check``.
+    At the first client, the module is copied twice. At the second client, one copy makes a step
+    with the batch of the first client, and then both make the first step of the second, with its
+    tensors and the same random numbers. If losses or gradients differ, a warning names
+    ``lightning-fl check``.
 
     Args:
         tensors: The tensors of the user's module.
@@ -65,6 +66,7 @@ class OrderCheck:
             self._skip("optimizes manually")
         self._first: int | None = None
         self._copies = list[LightningModule]()
+        self._batch: Any = None
 
     def _skip(self, why: str) -> None:
         self.is_done = True
@@ -78,18 +80,19 @@ class OrderCheck:
         self.is_done |= self._first is not None
 
     def begin_step(self, client: int, batch: Any) -> None:
-        """Follow the first step of a client, on copies."""
+        """Copy the module at the first step of the first client; compare at that of the second."""
         if self.is_done:
             return
         if self._first is None:
             self._first, shared = client, self.tensors.constants.values()
             try:
                 self._copies = [copied_module(self.module, shared) for _ in range(2)]
-                self._step(self._copies[1], batch)
+                self._batch = copied(batch)
             except Exception as error:  # locks, threads, tensors of a graph raise different kinds
                 self._skip(f"cannot be copied ({error})")
         elif client != self._first:
             self.is_done = True
+            self._step(self._copies[1], self._batch)
             fresh, used = (self._step(each, batch) for each in self._copies)
             self._copies = []
             if fresh and used and not is_equal(fresh, used):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_fl.contracts.data import ClientBatches
 from lightning_fl.errors import FederationError, check_package
-from lightning_fl.hooks import attributes_set
+from lightning_fl.hooks import attributes_set, call_hook
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
 from lightning_fl.runners.groups import (
@@ -351,17 +351,13 @@ class VectorizedClients(LightningModule):
         self._call_for_each("on_client_end")
 
     def _call_for_each(self, name: str) -> None:
-        hook: Any = getattr(self.module, name, None)
-        if not callable(hook):
-            return
-        user = self.module
-        if self.runner is None or (isinstance(user, StepModule) and not user._uses_client(name)):
-            hook()
-            return
-        runner = self.runner
-        for row in range(runner.count):
-            with runner.client(row):
-                hook()
+        user, runner = self.module, self.runner
+        if runner is None or (isinstance(user, StepModule) and not user._uses_client(name)):
+            call_hook(user, name)
+        elif callable(getattr(user, name, None)):
+            for row in range(runner.count):
+                with runner.client(row):
+                    call_hook(user, name)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the clients' losses in one local step."""

@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import weakref
 from contextlib import nullcontext
 
 import lightning as L
@@ -262,29 +261,6 @@ def test_a_module_that_cannot_be_copied_is_not_checked(train, stateful, caplog):
         train(module)
     assert "cannot be copied" in caplog.text
     assert "lightning-fl check" in caplog.text
-
-
-ODD = {
-    "weak": lambda: weakref.ref(nn.Linear(1, 1)),
-    "an array": lambda: np.zeros(3),
-    "lock": threading.Lock,
-    "generator": lambda: (i for i in range(3)),
-    "a tensor of a graph": lambda: torch.ones(1, requires_grad=True) * 2,
-}
-NOT_COPIED = ("lock", "generator", "a tensor of a graph")
-
-
-@pytest.mark.filterwarnings("ignore:.* after another, not at once. it cannot be copied")
-@pytest.mark.parametrize("wrap", [None, 3])
-@pytest.mark.parametrize("name", ODD)
-def test_attributes_of_odd_types_do_not_end_a_fit(train, tiny, flat, caplog, name, wrap):
-    plain, module = tiny(), tiny()
-    vars(module)["odd"], module.parts = (odd := ODD[name]()), [odd]
-    with caplog.at_level("INFO", "lightning.pytorch"):
-        train(module, wrap)
-    train(plain)
-    torch.testing.assert_close(flat(module), flat(plain), rtol=0, atol=1e-12)
-    assert caplog.text.count("cannot be copied") == (name in NOT_COPIED)
 
 
 def test_a_large_module_is_not_checked(train, stateful, monkeypatch, caplog):
