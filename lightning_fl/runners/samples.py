@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from lightning_fl.contracts.data import ClientBatches
 from lightning_fl.errors import FederationError
+from lightning_fl.runners.tensors import select
 
 
 class Padded(NamedTuple):
@@ -29,9 +31,13 @@ class Padded(NamedTuple):
 
     def groups(self) -> list[tuple[Tensor, Any]]:
         """Return groups of clients with the same number of samples; see :meth:`Collated.groups`."""
-        sizes, tensors = self.sizes.tolist(), self.tensors
-        batches = [tree_map(lambda t, k=k: t[k, : sizes[k]], tensors) for k in range(len(sizes))]
-        return Collated(batches).groups()
+        groups = []
+        for size in self.sizes.unique().tolist():
+            rows, tensors = (self.sizes == size).nonzero()[:, 0], self.tensors
+            if len(rows) < len(self.sizes):
+                tensors = tree_map(partial(select, rows=rows), tensors)
+            groups.append((rows, tree_map(lambda t, size=size: t[:, :size], tensors)))
+        return groups
 
 
 class Collated(NamedTuple):
