@@ -8,7 +8,9 @@ the whole run, so it is checked by whole runs, each in a separate process.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import pickle
 import socket
 import tempfile
 import warnings
@@ -84,7 +86,9 @@ class CheckResult:
         difference: Largest difference of an entry of the final parameters and buffers.
         tensor: The first tensor that differs: of a client's update if known, else of the model.
         client: The first client whose update differs, if known.
-        detail: Reason of a refusal, or attributes that training has changed, and the remedy.
+        detail: Reason of a refusal, or attributes that may carry over, and the remedy. The
+            attributes are those that differ at the end of the two fits, then those that training
+            has changed.
     """
 
     column: str
@@ -238,8 +242,10 @@ def _compared(
             if changed := [name for name, digest in own.items() if other.get(name) != digest]:
                 client, tensor = at[1], changed[0]
                 break
-    attributes = ", ".join(base["changed"][:5])
-    named = f"perhaps {attributes}: " if attributes and not tolerance else ""
+    one, other = base["attributes"], found["attributes"]
+    differing = sorted(name for name in one if one[name] != other.get(name))
+    candidates = list(dict.fromkeys([*differing, *base["changed"]]))
+    named = f"perhaps {', '.join(candidates[:5])}: " if candidates and not tolerance else ""
     return CheckResult(column, "different", largest, tensor, client, named + COLUMNS[column][1])
 
 
@@ -357,6 +363,7 @@ def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
     return {
         "state": {name: t.detach().cpu().clone() for name, t in module.state_dict().items()},
         "updates": change.updates,
+        "attributes": ends,
         "changed": sorted(name for name in ends if ends[name] != starts.get(name)),
     }
 
@@ -433,12 +440,21 @@ def _digest(content: bytes) -> str:
 
 
 def _attributes(module: pl.LightningModule, *callbacks: pl.Callback) -> Iterator[tuple[str, str]]:
-    """Yield the name and a text of each attribute of a module and of callbacks of the user."""
+    """Yield the name and a digest of each attribute of a module and of callbacks of the user."""
     base = ClientModule(nn.Identity()) if isinstance(module, ClientModule) else pl.LightningModule()
     known = set(vars(base))
     for owner in (module, *(each for each in callbacks if not _is_of_the_library(each))):
         for name, value in vars(owner).items():
             if name not in known and not name.startswith("_hparams"):
-                with suppress(Exception):  # what has no text is left out
-                    text = f"{value!r} {getattr(value, '__dict__', None)}"
-                    yield f"{type(owner).__name__}.{name}", text
+                with suppress(Exception):  # what cannot be pickled is left out
+                    _Pickler(stream := io.BytesIO()).dump(value)
+                    yield f"{type(owner).__name__}.{name}", _digest(stream.getvalue())
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle tensors by value: torch's pickles of equal tensors differ."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return str, (f"{value.dtype}{value.tolist()}",)
+        return NotImplemented

@@ -22,8 +22,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.contracts.context import Federation
@@ -40,6 +38,7 @@ from lightning_fl.hooks import replaced
 from lightning_fl.objectives import DPSGD, ClientModule
 from lightning_fl.runners import flat
 from lightning_fl.runners.optimizer import evaluates_often, optimizers_in, params_of
+from lightning_fl.runners.spectral_norm import spectral_norms
 
 #: Unsupported callbacks: the reason, and an alternative if there is one.
 #:
@@ -174,23 +173,14 @@ def checked_optimizers(module: LightningModule) -> AbstractContextManager[None]:
 
 def check_dense(module: LightningModule) -> None:
     """Check that the tensors of a module can be averaged: dense, real, and with a shape."""
-    kind = type(module).__name__
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         is_dense = not nn.parameter.is_lazy(tensor) and tensor.layout == torch.strided
         if not is_dense or tensor.is_complex():
             raise FederationError(
-                f"{kind}.{name} is lazy, sparse or complex, but clients exchange dense real"
-                " tensors: run the module on a sample in its constructor or in setup, keep a"
-                " sparse tensor in a plain attribute, or register torch.view_as_real of a complex"
+                f"{type(module).__name__}.{name} is lazy, sparse or complex, but clients exchange"
+                " dense real tensors: run the module on a sample in its constructor or in setup, keep"
+                " a sparse tensor in a plain attribute, or register torch.view_as_real of a complex"
                 " one"
-            )
-    for part in module.modules():
-        hooks = part._forward_pre_hooks.values()
-        if isinstance(part, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks):
-            raise FederationError(
-                f"{kind} has spectral normalization, and the mean of the clients' singular vectors"
-                " normalizes no weight: use another normalization, such as"
-                " torch.nn.utils.parametrizations.weight_norm"
             )
 
 
@@ -239,19 +229,24 @@ def check_finite(name: str, layout: VectorLayout, vector: Tensor) -> None:
     )
 
 
-def warn_of_averaged_buffers(shared: Mapping[str, Tensor], before: Tensor) -> None:
+def warn_of_averaged_buffers(
+    module: nn.Module, shared: Mapping[str, Tensor], before: Tensor
+) -> None:
     """Warn if the first aggregation averaged buffers, whose mean may have no meaning.
 
     Args:
-        shared: The buffers that clients exchange, by name, of the new global model.
+        module: The user's module with the new global model.
+        shared: The buffers that clients exchange, by name.
         before: The state before the round, as one vector, with these buffers at its end.
     """
+    # which the loop makes consistent after each aggregation
+    known = {id(vector) for vectors, _ in spectral_norms(module) for vector in vectors}
     sizes = [buffer.numel() for buffer in shared.values()]
     olds = before[len(before) - sum(sizes) :].split(sizes)
     changed = [
         name
         for (name, new), old in zip(shared.items(), olds, strict=True)
-        if not torch.equal(flat(new).to(old), old)
+        if id(new) not in known and not torch.equal(flat(new).to(old), old)
     ]
     if changed:
         listed = ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)

@@ -384,9 +384,12 @@ class Round:
         self._leave_clients(server, self.results.schedule)
         fit.aggregator.release()
         fit.runner.optimizer_state.set_options(self._by_rounds)
-        if vector is not None and fit.options.buffers is None and not fit.has_aggregated:
-            warn_of_averaged_buffers(fit.runner.shared_buffers, self.server.vector)
-        fit.has_aggregated |= vector is not None
+        if vector is not None:
+            fit.runner.fit_to_average(returned)
+            if fit.options.buffers is None and not fit.has_aggregated:
+                shared = fit.runner.shared_buffers
+                warn_of_averaged_buffers(fit.runner.module, shared, self.server.vector)
+            fit.has_aggregated = True
         clients, round = self.plan.clients.tolist(), self.plan.round
         fit.aggregator.load_global_network(
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)

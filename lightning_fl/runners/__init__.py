@@ -7,7 +7,8 @@
   ``samples`` goes into it, ``tensors`` and ``optimizer`` are changed by it. ``step_module`` is what
   a module of the package tells it.
 - ``local_tensors`` stay with a client, ``constants`` are shared by all, ``phases`` tell which
-  parameters are trained when, and ``hyperparameters`` are numbers of a policy.
+  parameters are trained when, ``hyperparameters`` are numbers of a policy, and ``spectral_norm``
+  has vectors without a mean.
 - ``self_check`` compares steps in the first round, on copies from ``module_copy``; ``user_hooks``
   lists hooks that a step calls.
 """

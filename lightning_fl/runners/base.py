@@ -29,6 +29,7 @@ from lightning_fl.runners.optimizer import (
     evaluates_often,
 )
 from lightning_fl.runners.phases import PhasedTraining, trained_parameters
+from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, TensorList, flat
 
 BufferPolicy = Literal["average", "server", "local"]
@@ -146,6 +147,15 @@ class ClientRunner(ABC):
         self.optimizer_state.reset()
         self.gradient_terms = []
         self.declared.reset()
+
+    def fit_to_average(self, returned: int) -> None:
+        """Fit singular vectors of spectral normalization to a new global model.
+
+        Args:
+            returned: Number of clients whose updates the model is made of.
+        """
+        if refine_singular_vectors(self.module, returned == 1 and self.buffers != "server"):
+            self.restore_private()  # vectors that stay with the clients keep their initial values
 
     def note_private(self) -> None:
         """Record the current values of client-local tensors as their initial values."""
@@ -431,8 +441,13 @@ class ClientRunner(ABC):
 
         Called after the backward pass and after everything that may add to gradients.
         """
-        for name in self.phases.held(self.steps_before + self.step):
-            self._trained_tensor(name).grad = None
+        for param in self._held_parameters():
+            param.grad = None
+
+    def _held_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that clients do not train in this step."""
+        names = self.phases.held(self.steps_before + self.step)
+        return [self._trained_tensor(name) for name in names]
 
     # --- learning rates ---------------------------------------------------------------------------
 
@@ -461,6 +476,8 @@ class ClientRunner(ABC):
     ) -> Callable[[], Any] | None:
         """Prepare a step of an optimizer; return its closure, which also completes gradients."""
         state.before_step(self._ratio)
+        if not state.is_simple:  # it may move parameters without a gradient
+            state.held = [(p.data, p.detach().clone()) for p in self._held_parameters()]
         if not self.gradient_terms and not self.phases:
             return closure
         if closure is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from itertools import pairwise
 
 import torch
 from lightning.pytorch import LightningModule
@@ -87,7 +88,7 @@ class ModuleTensors:
 
 
 def overlapping(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of two parameters or buffers that begin at the same memory, or None.
+    """Return the names of two parameters or buffers of a module that share memory, or None.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -95,12 +96,14 @@ def overlapping(module: nn.Module) -> tuple[str, str] | None:
         >>> overlapping(net)
         ('0.weight', '1.weight')
     """
-    names = dict[int, str]()
+    spans = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        has_memory = not is_lazy(tensor) and tensor.layout == torch.strided and tensor.data_ptr()
-        if has_memory and (other := names.setdefault(tensor.data_ptr(), name)) != name:
-            return other, name
-    return None
+        if not is_lazy(tensor) and tensor.layout == torch.strided and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            size = 1 + sum((length - 1) * stride for length, stride in steps)
+            spans.append((start := tensor.data_ptr(), start + size * tensor.element_size(), name))
+    pairs = pairwise(sorted(span for span in spans if span[0]))
+    return next(((one, two) for (_, end, one), (start, _, two) in pairs if start < end), None)
 
 
 # --- tensors as vectors ---------------------------------------------------------------------------

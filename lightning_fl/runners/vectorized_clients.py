@@ -27,26 +27,22 @@ from lightning_fl.runners.groups import (
 )
 from lightning_fl.runners.local_tensors import split_tensors
 from lightning_fl.runners.optimizer import (
-    has_step_hooks,
     optimizers_in,
     restack,
+    why_not_apart,
     why_not_elementwise,
 )
 from lightning_fl.runners.samples import BatchSamples, each_of
 from lightning_fl.runners.self_check import MAX_BYTES, VectorizedCheck
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_module import StepModule
-from lightning_fl.runners.user_hooks import (
-    BATCH_HOOKS,
-    GRADIENT_HOOKS,
-    callbacks_with,
-    hooks_of,
-    why_alone,
-)
+from lightning_fl.runners.user_hooks import BATCH_HOOKS, callbacks_with, hooks_of, why_alone
 from lightning_fl.runners.vectorized_runner import VectorizedRunner
 
 #: Local steps of a run from which compiling pays: it takes some 10 s and saves 1 ms of a step.
 LONG_RUN = 10_000
+#: Methods of the module itself, if clients train one after another.
+OF_MODULE = ("training_step", "configure_optimizers")
 
 
 class VectorizedClients(LightningModule):
@@ -206,7 +202,7 @@ class VectorizedClients(LightningModule):
             is_choice: Whether they could be vectorized, so that there is nothing to warn of.
         """
         self.reason = why
-        for name in ("training_step", "configure_optimizers"):
+        for name in OF_MODULE:
             vars(self)[name] = getattr(self.module, name)
         if self.runner is not None:
             self.runner.close()
@@ -217,8 +213,12 @@ class VectorizedClients(LightningModule):
         tell(f"{type(self.module).__name__} trains one client after another, not at once: {why}")
 
     def end_fit(self) -> None:
-        """Forget the runner."""
+        """Forget the runner, and a reason that the next fit may not have."""
         self.runner = None
+        if self.reason is not None and why_alone(self.module) is None:
+            self.reason = None
+            for name in OF_MODULE:
+                vars(self).pop(name, None)
 
     def decide(self, batches: Sequence[Any], is_checked: bool, steps: Callable[[], float]) -> None:
         """Decide before the first round whether clients are vectorized, and steps compiled.
@@ -244,12 +244,10 @@ class VectorizedClients(LightningModule):
             faster = "on a CPU, this is faster for networks with convolutions"
             self.train_one_by_one(faster, is_choice=True)
             return
-        why = why_alone(self.module)
-        if seeing := callbacks_with(GRADIENT_HOOKS, self.trainer):
-            why = f"hooks of {', '.join(seeing)} see the gradients of a client"
-        elif has_step_hooks(runner.optimizer):
-            why = f"{type(runner.optimizer).__name__} has a step hook"
-        elif is_checked and client_bytes(self.module, self.constants) > MAX_BYTES:
+        why = runner.why_hooked()
+        if why is None and is_checked:
+            why = why_not_apart(runner.optimizer)
+        if is_checked and client_bytes(self.module, self.constants) > MAX_BYTES:
             rank_zero_info(f"{type(self.module).__name__} is too large to check vectorized steps")
         elif is_checked and why is None:
             why = VectorizedCheck(runner.tensors, batches).why_not()

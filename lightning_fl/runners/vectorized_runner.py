@@ -18,10 +18,17 @@ from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
 from lightning_fl.runners.compiled import MOST_GRAPHS, Graphs, graph_of, shape_of, with_gradients
 from lightning_fl.runners.groups import knows_weights
 from lightning_fl.runners.local_step import LocalStep, Outcome, StepLogs, Tensors
-from lightning_fl.runners.optimizer import Rows, fresh, is_proportional, params_of
+from lightning_fl.runners.optimizer import (
+    Rows,
+    fresh,
+    has_step_hooks,
+    is_proportional,
+    params_of,
+)
 from lightning_fl.runners.samples import BatchSamples, Padded, Samples
 from lightning_fl.runners.stacks import Stacks, keep_freed_memory
 from lightning_fl.runners.tensors import beside, flatten, placed, scattered, select, unflatten
+from lightning_fl.runners.user_hooks import GRADIENT_HOOKS, callbacks_with, why_alone
 
 
 class VectorizedRunner(ClientRunner):
@@ -82,6 +89,23 @@ class VectorizedRunner(ClientRunner):
         self._client_ratios: Tensor | None = None
         #: Parameters before the optimizer step, if clients have different learning rates.
         self._start: list[Tensor] = []
+
+    def why_hooked(self) -> str | None:
+        """Return the reason why hooks need one client after another, or None."""
+        if seeing := callbacks_with(GRADIENT_HOOKS, self.module.trainer):
+            return f"hooks of {', '.join(seeing)} see the gradients of a client"
+        if has_step_hooks(self.optimizer):
+            return f"{type(self.optimizer).__name__} has a step hook"
+        return why_alone(self.module)
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Check for hooks that came during the fit; see :meth:`ClientRunner.check_optimizers`."""
+        super().check_optimizers(optimizers)
+        if why := self.why_hooked():
+            raise FederationError(
+                f"{type(self.module).__name__} trains many clients at once, and now {why}: register"
+                " hooks before the fit, or train the module without VectorizedClients"
+            )
 
     # --- clients ----------------------------------------------------------------------------------
 

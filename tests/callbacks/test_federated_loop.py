@@ -886,18 +886,13 @@ def test_trainer_options_that_break_rounds_are_refused(fit, foreign, options, me
         (lambda m: m.register_buffer("graph", torch.eye(3).to_sparse()), r"\.graph is lazy, spar"),
         (lambda m: m.register_buffer("wave", torch.ones(2) * 1j), r"\.wave is .* or complex"),
         (
-            lambda m: setattr(m, "norm", nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))),
-            "has spectral normalization",
-        ),
-        (lambda m: nn.utils.spectral_norm(m.net[0]), "has spectral normalization"),
-        (
             lambda m: setattr(
                 m, "mask", nn.Parameter(torch.full((2, 2), -torch.inf).triu(1), requires_grad=False)
             ),
             r"the parameter mask of .* \(register_buffer\)",
         ),
     ],
-    ids=["dataloader_iter", "lazy", "sparse", "complex", "spectral", "old spectral", "not finite"],
+    ids=["dataloader_iter", "lazy", "sparse", "complex", "not finite"],
 )
 def test_module_that_does_not_fit_is_refused(fit, foreign, change, message):
     module = foreign()

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -31,7 +32,7 @@ from lightning_fl.policies import (
     StagedPolicy,
     Stragglers,
 )
-from lightning_fl.runners import VectorizedClients
+from lightning_fl.runners import Phase, VectorizedClients
 from lightning_fl.samplers import PoissonSampler
 from lightning_fl.transforms import Quantize, TopK
 from lightning_fl.types import FederationError
@@ -728,6 +729,12 @@ def test_transforms_see_what_is_trained(tuned, transform, wrap):
     assert torch.equal(frozen.backbone.weight, Tuned().backbone.weight)
 
 
+def test_layers_that_are_thawed_join_what_a_client_has_kept(tuned):
+    sent = tuned([TopK(0.1)], thaw=True)[1]
+    assert sent[0][0] == 2 * 16 * (8 + 4)
+    assert sent[1][0] == 2 * 46 * (8 + 4)
+
+
 def test_a_fit_without_a_loop_says_that_it_is_no_federation(linear, data, trainer):
     runner = trainer(False, 2, reload_dataloaders_every_n_epochs=1, log_every_n_steps=1)
     with pytest.warns(UserWarning, match=r"no FederatedLoop.*callbacks=\[FederatedLoop"):
@@ -821,6 +828,30 @@ def test_training_batches_are_those_of_the_client(fit, kind, is_lean, hooks):
     assert beside.batches == [*range(10)] * 2
 
 
+class Profiled(PassThroughProfiler):
+    """Asks before and after each training step, as the profiler of torch does."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def start(self, action_name):
+        if action_name.endswith("training_step"):
+            self.found.add(self._lightning_module.trainer.num_training_batches)
+
+    stop = start
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+def test_a_profiler_counts_batches_though_clients_train_at_once(fit, linear):
+    profiler = Profiled()
+    # With a callback that follows batches, each has one local step.
+    follows = type("Follows", (L.Callback,), {"on_train_batch_end": lambda *_: None})()
+    options = {"profiler": profiler, "callbacks": [follows]}
+    ask_for_batches(fit, linear(), lambda m: VectorizedClients(m, 2, compile=False), **options)
+    assert profiler.found == {6}
+
+
 class Plans(L.LightningModule):
     """Looks for the length of its schedule before the first round."""
 
@@ -866,3 +897,18 @@ HOOKS = ["setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_
 def test_before_a_step_the_training_batches_are_those_of_the_longest_client(fit, hook, look):
     module = ask_for_batches(fit, Plans(hook, look))
     assert set(module.found) == {4}
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_before_a_step_the_training_batches_of_a_stream_are_those_of_the_round(fit, hook):
+    data = FederatedDataModule(
+        regression(48), num_clients=2, batch_size=4, val_size=0, stream_steps=3
+    )
+    module = Plans(hook, lambda trainer: trainer.num_training_batches)
+    fit(module, FederatedLoop(), data, rounds=2)
+    assert set(module.found) == {2}  # of 8 samples, not of all 24
+    # An epoch of 2 steps leaves steps for the second phase.
+    phases = [Phase(["net.weight"], local_epochs=1), Phase("all")]
+    loop = FederatedLoop(policy=Schedule(num_steps=4, phases=phases))
+    fit(Plans(hook, lambda trainer: None), loop, data, rounds=1)

@@ -122,6 +122,17 @@ def test_the_state_is_parameters_then_floating_buffers_and_counters_apart(runner
     assert state.counters.tolist() == [7, 1, 0]
 
 
+def test_a_parameter_that_is_used_twice_is_one(runner):
+    module = Mixed()
+    module.again = nn.Linear(2, 2, bias=False)
+    module.again.weight = module.weight
+    made = runner(module)
+    state = load(made, lr=1.0)
+    assert state.vector.shape == (1, 6)
+    step(made)
+    assert ends(made, state) == pytest.approx([0, 1, 2, 3, 4, 6])
+
+
 @pytest.mark.parametrize(
     ("kind", "delta", "counters"),
     [

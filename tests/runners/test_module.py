@@ -628,6 +628,28 @@ def test_vectorized_clients_without_a_loop_are_refused(trainer, tiny, data, fit,
         trainer(False, log_every_n_steps=1).fit(group_size, datamodule=data())
 
 
+# --- where samples come from ----------------------------------------------------------------------
+
+
+COLLATE = {"collate_fn": lambda samples: torch.utils.data.default_collate(samples)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [COLLATE, {"num_workers": 2}, COLLATE | {"batch_size": None}],
+    ids=["collate_fn", "num_workers", "whole batches"],
+)
+def test_steps_fetched_together_are_those_fetched_singly(train, tiny, flat, options, ragged):
+    ends, fetched = [], []
+    for given in ({n: v for n, v in options.items() if n == "batch_size"}, options):
+        data = ragged(**given)
+        train(module := tiny(), 3, datamodule=data)
+        ends.append(flat(module))
+        fetched.append(data.can_fetch_steps)
+    assert torch.equal(*ends)
+    assert fetched == [True, False]
+
+
 # --- modules that do unusual things ---------------------------------------------------------------
 
 

@@ -199,6 +199,28 @@ def test_fedbabu_never_moves_the_head(run, size):
     assert exchanged.rows[0]["bytes_up"] == loop.rows[0]["bytes_up"] == 5 * 28 * 8
 
 
+class Shrinks(torch.optim.SGD):
+    """Moves all parameters, also those without a gradient."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.mul_(0.9)
+        return loss
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_parameters_of_other_phases_stay_with_an_optimizer_that_moves_them(run, size):
+    Shrinks.federated_elementwise = True
+    options = {"optimizer": functools.partial(Shrinks, lr=0.1)}
+    module, loop, _ = run([Phase("shared")], size, **options)
+    assert not torch.equal(module.net[0].weight, Net().net[0].weight)
+    for client in loop.store.rows:
+        for name, value in Net().net[2].state_dict().items():
+            assert torch.equal(loop.store.get(client)[f"parameter.net.2.{name}"], value)
+
+
 REFUSED = {
     "an amount in all": ([Phase("local", num_steps=1)], {}, "got 0 phases without num_steps"),
     "two without": ([Phase("local"), Phase("shared")], {}, "got 2 phases without num_steps"),

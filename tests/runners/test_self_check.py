@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from contextlib import nullcontext
 
 import lightning as L
@@ -15,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import self_check
+from lightning_fl.samplers import ClientSampler
 from troubles import CARRIED, HARMLESS, Helper, in_a_closure
 
 
@@ -135,6 +137,40 @@ BEFORE_STEP = (
     *("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_zero_grad"),
     *("optimizer_zero_grad", "on_before_optimizer_step", "configure_gradient_clipping"),
 )
+
+
+class WarmUps:
+    """The weight of a penalty and the learning rate grow with ``global_step``."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        weight = min(1.0, self.global_step / 5)
+        return loss + weight * sum(p.square().sum() for p in self.parameters())
+
+    def optimizer_step(self, *args, **options):
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 * min(1.0, (1 + self.trainer.global_step) / 5)
+        super().optimizer_step(*args, **options)
+
+
+class InOrder(ClientSampler):
+    def __init__(self, clients):
+        self.clients = clients
+
+    def sample(self, round, count, num_samples, generator):
+        return torch.tensor(self.clients)
+
+
+@pytest.mark.filterwarnings("ignore:WarmUps trains one client after another")
+@pytest.mark.parametrize("wrap", [None, 2])
+def test_warm_ups_do_not_depend_on_the_order_of_clients(train, tiny, flat, wrap):
+    ends = []
+    for clients in ((1, 4, 5, 6), (6, 5, 4, 1)):
+        module = tiny(type("WarmUps", (WarmUps, tiny.kind), {}))
+        federation = {"policy": Uneven(), "sampler": InOrder(clients), "clients_per_round": 4}
+        train(module, wrap, federation=federation, rounds=3)
+        ends.append(flat(module))
+    assert torch.equal(*ends)
 
 
 def test_hooks_see_the_clients_own_global_step(train, tiny):
@@ -263,6 +299,59 @@ def test_a_module_that_cannot_be_copied_is_not_checked(train, stateful, caplog):
     assert "lightning-fl check" in caplog.text
 
 
+class Strange:
+    """No truth value, no comparison, no attributes that do not exist."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+    def __bool__(self):
+        raise RuntimeError("no truth value")
+
+    def __eq__(self, other):
+        raise RuntimeError("no comparison")
+
+    __hash__ = None
+
+
+class NoLength(tuple):
+    """As the representations of e3nn."""
+
+    __slots__ = ()
+
+    def __len__(self):
+        raise NotImplementedError
+
+    __iter__ = __getitem__ = __len__
+
+
+ODD = {
+    "no length": lambda: NoLength((1, 2)),
+    "strange": Strange,
+    "weak": lambda: weakref.ref(nn.Linear(1, 1)),
+    "an array": lambda: np.zeros(3),
+    "lock": threading.Lock,
+    "generator": lambda: (i for i in range(3)),
+    "a tensor of a graph": lambda: torch.ones(1, requires_grad=True) * 2,
+}
+
+
+NOT_COPIED = ("lock", "generator", "a tensor of a graph", "strange")
+
+
+@pytest.mark.filterwarnings("ignore:.* after another, not at once. it cannot be copied")
+@pytest.mark.parametrize("wrap", [None, 3])
+@pytest.mark.parametrize("name", ODD)
+def test_attributes_of_odd_types_do_not_end_a_fit(train, tiny, flat, caplog, name, wrap):
+    plain, module = tiny(), tiny()
+    vars(module)["odd"], module.parts = (odd := ODD[name]()), [odd]
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        train(module, wrap)
+    train(plain)
+    torch.testing.assert_close(flat(module), flat(plain), rtol=0, atol=1e-12)
+    assert caplog.text.count("cannot be copied") == (name in NOT_COPIED)
+
+
 def test_a_large_module_is_not_checked(train, stateful, monkeypatch, caplog):
     monkeypatch.setattr(self_check, "MAX_BYTES", 100)
     with caplog.at_level("INFO", "lightning.pytorch"):
@@ -283,3 +372,50 @@ def test_an_optimizer_may_repeat_the_first_step(train, tiny):
 
     with warns():
         train(tiny(Counts, lbfgs), federation={"policy": train.policy(lr=False)})
+
+
+class Writes:
+    """Writes losses by a thread, and reads numbers from an iterator and a generator of its own."""
+
+    def open(self, kind):
+        self.kind, self.written, self.stream = kind, [], iter(range(1000))
+        if kind == "thread":
+            self.queue = queue.Queue()
+            self.writer = threading.Thread(target=self.write, daemon=True)
+            self.writer.start()
+
+    def write(self):
+        while (item := self.queue.get()) is not None:
+            self.written.append(item)
+
+    def training_step(self, batch, batch_idx):
+        number = next(self.stream)
+        if self.kind == "thread":
+            self.queue.put(number)
+        else:
+            self.written.append(number)
+        return super().training_step(batch, batch_idx) * (1 + number / 1000)
+
+    def close(self):
+        if self.kind == "thread":
+            self.queue.put(None)
+            self.writer.join()
+        return self.written
+
+
+@pytest.mark.filterwarnings("ignore:the training of the first client|.* after another, not at once")
+@pytest.mark.parametrize("kind", ["iterator", "thread"])
+@pytest.mark.parametrize("wrap", [None, 3])
+def test_streams_and_threads_of_a_module_are_those_of_lightning(
+    trainer, train, tiny, flat, data, kind, wrap
+):
+    own = type("Own", (Writes, tiny.kind), {})
+    plain, module = tiny(own), tiny(own)
+    for each in (plain, module):
+        each.open(kind)
+    samples = data(num_clients=1)
+    trainer(False, rounds=2).fit(plain, datamodule=data(num_clients=1))
+    federation = {"policy": None, "seed": samples.seed}
+    train(module, wrap, datamodule=samples, federation=federation, rounds=2)
+    assert module.close() == plain.close() == list(range(len(module.written)))
+    torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)

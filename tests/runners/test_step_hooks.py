@@ -112,6 +112,29 @@ def test_layers_and_tensors_with_hooks_are_not_vectorized(agree, tiny, register,
         agree(make)
 
 
+@pytest.mark.parametrize(
+    ("register", "place"),
+    [
+        (lambda m: of_parameter(m.net), r"hooks of net\.0\.weight"),
+        (lambda m: of_layer(m.net), r"hooks of net\.2"),
+        (lambda m: m.trainer.callbacks.append(Clips()), "hooks of Clips"),
+        (
+            lambda m: m.trainer.optimizers[0].register_step_post_hook(lambda *_: None),
+            "SGD has a step hook",
+        ),
+    ],
+)
+def test_hooks_that_are_registered_in_the_fit_are_refused(train, tiny, register, place):
+    class Late(tiny.kind):
+        def on_train_epoch_start(self):
+            if self.current_epoch:
+                register(self)
+
+    train(tiny(Late))
+    with pytest.raises(FederationError, match=f"trains many clients at once, and now .*{place}"):
+        train(tiny(Late), 3)
+
+
 def test_an_optimizer_with_step_hooks_is_not_vectorized(agree, tiny):
     def project(optimizer, args, kwargs):
         for p in optimizer.param_groups[0]["params"]:
@@ -246,4 +269,4 @@ class Clips(Callback):
 
 def test_callbacks_that_see_gradients_see_those_of_a_client(agree, tiny):
     with pytest.warns(UserWarning, match="one client after another, .* hooks of Clips see the"):
-        agree(tiny, callbacks=[Clips()])
+        agree(tiny, most_steps=50, callbacks=[Clips()])
