@@ -92,6 +92,22 @@ def test_order_finds_random_generators_of_data_sets(is_seeded, expected):
     assert outcome(make, "order").outcome == expected
 
 
+class Crowded(Troubled):
+    """Five attributes count steps, which is the same in any order, and one is of the last step."""
+
+    zone = 0.0
+
+    def training_step(self, batch, batch_idx):
+        for name in "abcde":
+            setattr(self, name, getattr(self, name, 0) + 1)
+        before, self.zone = self.zone, float(batch[0].mean())
+        return super().training_step(batch, batch_idx) * (1 + before)
+
+
+def test_order_names_first_what_differs_at_the_end():
+    assert "Crowded.zone" in outcome(made(kind=Crowded), "order").detail
+
+
 class Warms(Troubled):
     """It counts rounds in an attribute, which no checkpoint has."""
 

@@ -178,9 +178,9 @@ def check_dense(module: LightningModule) -> None:
         if not is_dense or tensor.is_complex():
             raise FederationError(
                 f"{type(module).__name__}.{name} is lazy, sparse or complex, but clients exchange"
-                " dense real tensors: run the module on a sample in its constructor or in setup, keep"
-                " a sparse tensor in a plain attribute, or register torch.view_as_real of a complex"
-                " one"
+                " dense real tensors: run the module on a sample in its constructor or in setup,"
+                " keep a sparse tensor in a plain attribute, or register torch.view_as_real of a"
+                " complex one"
             )
 
 

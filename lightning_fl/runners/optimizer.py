@@ -449,7 +449,7 @@ def _is_apart(optimizer: Optimizer, shift: int) -> bool:
 
     def moves(rows: slice | int) -> list[Tensor]:
         own = [nn.Parameter(start[rows].double()) for start in starts]
-        tried = _copied_onto(dict(zip(map(id, params), own, strict=True)), optimizer)
+        tried: Any = _copied_onto(dict(zip(map(id, params), own, strict=True)), optimizer)
         for group in tried.param_groups:
             group["lr"] = 0.1
         for scale in (1.0, 1e3, 1e-3, 1.0):

@@ -63,7 +63,8 @@ def test_a_module_that_changes_batches_is_not_vectorized(agree, tiny):
 def test_tensors_that_share_memory_are_not_vectorized(agree, tiny):
     def make():
         module = tiny(net=lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))
-        module.net[1].weight.data = module.net[0].weight.data
+        memory = torch.randn(9, 6, dtype=torch.float64)
+        module.net[0].weight.data, module.net[1].weight.data = memory[:6], memory[3:]
         return module
 
     with pytest.warns(UserWarning, match=r"net\.0\.weight and net\.1\.weight share memory"):
