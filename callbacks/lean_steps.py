@@ -219,10 +219,7 @@ class LeanSteps:
             self._call("on_before_optimizer_step", optimizer)
             if trainer.gradient_clip_val or self._clips:
                 trainer.precision_plugin._clip_gradients(
-                    module,
-                    optimizer,
-                    trainer.gradient_clip_val,
-                    trainer.gradient_clip_algorithm,
+                    module, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
                 )
             return loss
 

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.plan import RoundPlan
@@ -115,34 +116,28 @@ class _Fit(NamedTuple):
     processes: int = 1
 
 
-class _Column(NamedTuple):
-    """One or more fits that are compared with the first fit, or two with each other; the remedy."""
-
-    fits: Sequence[_Fit]
-    remedy: str
-
-
-#: What each column changes.
+#: What each column changes: one or more fits that are compared with the first fit, or two with each
+#: other, and the remedy.
 #:
 #: :meta hide-value:
-COLUMNS = {
-    "order": _Column(
+COLUMNS: dict[str, tuple[list[_Fit], str]] = {
+    "order": (
         [_Fit(is_reversed=True)],
         "store such a value in a buffer, or reset it in on_client_start of the module",
     ),
-    "resume": _Column(
+    "resume": (
         [_Fit(is_resumed=True)],
         "store such a value in a buffer, or in state_dict of the callback",
     ),
-    "vectorized": _Column(
+    "vectorized": (
         [_Fit(is_double=True), _Fit(is_double=True, is_vectorized=True)],
         "train without VectorizedClients",
     ),
-    "processes": _Column(
+    "processes": (
         [_Fit(rank=rank, processes=2) for rank in range(2)],
         "make the training independent of the process, its rank and its other clients",
     ),
-    "plain": _Column(
+    "plain": (
         [_Fit(is_double=True, plain="federated"), _Fit(is_double=True, plain="lightning")],
         "let the training depend on the client's own batches and steps only",
     ),
@@ -155,7 +150,6 @@ class _Settings(NamedTuple):
     make: Callable[[], Run]
     rounds: int
     clients: int | None
-    steps: int
     folder: Path
 
 
@@ -165,7 +159,6 @@ def check_federation(
     rounds: int = 2,
     clients: int = 4,
     columns: Sequence[str] = tuple(COLUMNS),
-    steps: int = STEPS,
 ) -> list[CheckResult]:
     """Train a small federation again with one thing changed, and compare the final models.
 
@@ -182,39 +175,32 @@ def check_federation(
         columns: What to check: ``order`` (the clients in reverse order), ``resume`` (continued
             after the first round by a new process), ``vectorized``, ``processes`` (two), ``plain``
             (one client with all samples, beside Lightning without a loop).
-        steps: Maximum number of local steps of a client and round.
 
     Returns:
         A result per column.
 
     Raises:
-        FederationError: If an option is out of range, the first fit fails, or CUDA is in use
-            already, so that processes cannot be forked.
+        FederationError: If an option is out of range, or the first fit fails, for example since
+            CUDA is in use already, so that processes cannot be forked.
     """
-    return list(check_columns(make, rounds, clients, columns, steps))
+    return list(check_columns(make, rounds, clients, columns))
 
 
 def check_columns(
-    make: Callable[[], Run], rounds: int, clients: int, columns: Sequence[str], steps: int
+    make: Callable[[], Run], rounds: int, clients: int, columns: Sequence[str]
 ) -> Iterator[CheckResult]:
     """Yield the result of each column when it is known; see :func:`check_federation`."""
     check_integer("rounds", rounds, min=2)
     check_integer("clients", clients, min=2)
-    check_integer("steps", steps, min=1)
     if unknown := [name for name in columns if name not in COLUMNS]:
         raise FederationError(f"unknown column {unknown[0]!r}: choose from {list(COLUMNS)}")
-    if torch.cuda.is_initialized():
-        raise FederationError(
-            "a federation is checked in forked processes, and CUDA is in use already: run the check"
-            " in a new process, before anything is moved to a GPU"
-        )
     with tempfile.TemporaryDirectory() as folder:
-        settings = _Settings(make, rounds, clients, steps, Path(folder))
+        settings = _Settings(make, rounds, clients, Path(folder))
         (base,) = _trained(settings, _Fit())
-        if base.get("refused"):  # some rules need all clients
+        if base.get("outcome") == "refused":  # some rules need all clients
             settings = settings._replace(clients=None)
             (base,) = _trained(settings, _Fit())
-        if error := base.get("refused") or base.get("failed"):
+        if error := base.get("detail"):
             raise FederationError(f"the federation cannot be checked, as its fit fails: {error}")
         for column in columns:
             yield _column(column, settings, base)
@@ -222,7 +208,7 @@ def check_columns(
 
 def _column(column: str, settings: _Settings, base: dict[str, Any]) -> CheckResult:
     """Return the result of a column."""
-    fits = COLUMNS[column].fits
+    fits, _ = COLUMNS[column]
     found = _trained(settings, *fits)
     if fits[0].is_double:
         base, other = found
@@ -230,7 +216,8 @@ def _column(column: str, settings: _Settings, base: dict[str, Any]) -> CheckResu
         if column == "plain" and result.outcome == "different" and base["has_anchor"]:
             return replace(result, outcome="refused", detail=ANCHOR)
         return result
-    failed = [each for each in found if "failed" in each]  # others then say that a process failed
+    # Other processes than one that failed say that one has failed.
+    failed = [each for each in found if each.get("outcome") == "failed"]
     return _compared(column, base, (failed or found)[0], 0.0)
 
 
@@ -242,9 +229,8 @@ def _compared(
 ) -> CheckResult:
     """Compare what two fits have left."""
     for each in (base, found):
-        for outcome in ("failed", "refused"):
-            if error := each.get(outcome):
-                return CheckResult(column, outcome, detail=error)
+        if "outcome" in each:
+            return CheckResult(column, **each)
     differences = {
         name: _difference(tensor, found["state"].get(name))
         for name, tensor in base["state"].items()
@@ -264,16 +250,14 @@ def _compared(
     differing = sorted(name for name in one if one[name] != other.get(name))
     candidates = list(dict.fromkeys([*differing, *base["changed"]]))
     named = f"perhaps {', '.join(candidates[:5])}: " if candidates and not tolerance else ""
-    return CheckResult(column, "different", largest, tensor, client, named + COLUMNS[column].remedy)
+    return CheckResult(column, "different", largest, tensor, client, named + COLUMNS[column][1])
 
 
 def _difference(one: Tensor, other: Tensor | None) -> tuple[float, float]:
     """Return the largest difference of two tensors, and its ratio to their size."""
     if other is None or one.shape != other.shape:
         return torch.inf, torch.inf
-    a, b = (
-        each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, other)
-    )
+    a, b = one.double(), other.double()
     is_same = (a == b) | (a.isnan() & b.isnan())
     if bool(is_same.all()):
         return 0.0, 0.0
@@ -289,16 +273,15 @@ def _trained(settings: _Settings, *fits: _Fit) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    paths = [settings.folder / f"{i}.pt" for i in range(len(fits))]
-    for path in paths:
-        path.unlink(missing_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=settings.folder))
+    paths = [folder / f"{i}.pt" for i in range(len(fits))]
     failure = ""
     try:
         start_processes(_in_process, (settings, fits, port, paths), len(fits), start_method="fork")
     except ProcessException as error:
         failure = str(error)
     return [
-        torch.load(path, weights_only=False) if path.exists() else {"failed": failure}
+        torch.load(path, weights_only=False) if path.exists() else _ended("failed", failure)
         for path in paths
     ]
 
@@ -327,12 +310,16 @@ def _attempt(settings: _Settings, fit: _Fit) -> dict[str, Any]:
         try:
             left = _train(settings, fit)
         except MisconfigurationException as error:  # of Lightning or of this library
-            return {"refused": str(error)}
+            return _ended("refused", str(error))
         except Exception as error:  # of the user's code, of any kind
-            return {"failed": f"{type(error).__name__}: {error}"}
+            return _ended("failed", f"{type(error).__name__}: {error}")
     messages = [str(warning.message) for warning in seen] if fit.is_vectorized else []
     refusal = next((message for message in messages if FALLBACK in message), None)
-    return left if refusal is None else {"refused": refusal}
+    return left if refusal is None else _ended("refused", refusal)
+
+
+def _ended(outcome: str, detail: str) -> dict[str, Any]:
+    return {"outcome": outcome, "detail": detail}
 
 
 def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
@@ -342,24 +329,18 @@ def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
     torch.set_num_threads(1)  # which make may have changed
     module, data, loop = user_module(run.module), run.data, run.loop
     options: dict[str, Any] = {"limit_val_batches": 2, **run.trainer}
-    given = [*_listed(options.pop("callbacks", None)), *_listed(run.callbacks)]
+    given = tree_leaves([options.pop("callbacks", None) or [], run.callbacks])  # one or a list
     # Checkpoints of the user's own runs are left alone.
     callbacks = [each for each in given if not isinstance(each, Checkpoint)]
     if fit.plain:
         callbacks = [each for each in callbacks if not _is_of_the_library(each)]
         loop = FederatedLoop(buffers="average", optimizer_state="keep")
     loop.table_name = None
-    options |= {
-        "max_epochs": settings.rounds,
-        "num_sanity_val_steps": 0,
-        "logger": DummyLogger(),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "default_root_dir": str(settings.folder),
-        "devices": fit.processes,
-        "strategy": "client_parallel" if fit.processes > 1 else "auto",
-    }
+    shown = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    options |= dict.fromkeys(shown, False) | {"logger": DummyLogger(), "num_sanity_val_steps": 0}
+    options |= {"max_epochs": settings.rounds, "default_root_dir": str(settings.folder)}
+    strategy = "client_parallel" if fit.processes > 1 else "auto"
+    options |= {"devices": fit.processes, "strategy": strategy}
     if torch.cuda.is_available():
         options.setdefault("deterministic", "warn")
     if fit.is_double:
@@ -389,13 +370,6 @@ def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
     }
 
 
-def _listed(callbacks: Any) -> list[pl.Callback]:
-    """Return callbacks in a list, as Lightning takes them in several forms."""
-    if callbacks is None:
-        return []
-    return [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks)
-
-
 def _is_of_the_library(callback: pl.Callback) -> bool:
     return type(callback).__module__.partition(".")[0] == "lightning_fl"
 
@@ -418,7 +392,7 @@ class _Change(pl.Callback):
         clients, options = self._settings.clients, self._loop.options
         if self._fit.plain:
             _give_all_samples_to_one_client(data)
-            steps = min(self._settings.steps, int(data.batches_per_epoch[0]))
+            steps = min(STEPS, int(data.batches_per_epoch[0]))
             self._loop.options = replace(options, policy=Schedule(num_steps=steps))
             self._loop.seed = run_seed(data.seed)
             if self._fit.plain == "lightning":
@@ -435,7 +409,7 @@ class _Change(pl.Callback):
     def _changed(self, plan: RoundPlan) -> RoundPlan:
         steps = plan.num_steps
         if not self._loop.policy.learns_from:  # a policy may learn from the steps that it has set
-            steps = steps.clamp(max=self._settings.steps)
+            steps = steps.clamp(max=STEPS)
         return replace(plan, num_steps=steps, is_reversed=self._fit.is_reversed)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -464,7 +438,7 @@ def _give_all_samples_to_one_client(data: FederatedDataModule) -> None:
 
 
 def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+    return hashlib.sha256(content).hexdigest()
 
 
 def _attributes(module: pl.LightningModule, *callbacks: pl.Callback) -> Iterator[tuple[str, str]]:
@@ -475,7 +449,8 @@ def _attributes(module: pl.LightningModule, *callbacks: pl.Callback) -> Iterator
         for name, value in vars(owner).items():
             if name not in known and not name.startswith("_hparams"):
                 with suppress(Exception):  # what cannot be pickled is left out
-                    yield f"{type(owner).__name__}.{name}", _digest(_pickled(value))
+                    _Pickler(stream := io.BytesIO()).dump(value)
+                    yield f"{type(owner).__name__}.{name}", _digest(stream.getvalue())
 
 
 class _Pickler(pickle.Pickler):
@@ -485,9 +460,3 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, Tensor):
             return str, (f"{value.dtype}{value.tolist()}",)
         return NotImplemented
-
-
-def _pickled(value: Any) -> bytes:
-    stream = io.BytesIO()
-    _Pickler(stream).dump(value)
-    return stream.getvalue()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fl.errors import FederationError
 from lightning_fl.options import check_choice, check_flag, check_integer, check_number, is_list
-from lightning_fl.runners.optimizer import is_elementwise
+from lightning_fl.runners.optimizer import is_elementwise, is_proportional
 
 
 class Adaptive(torch.optim.Optimizer):
@@ -63,6 +63,7 @@ class Adaptive(torch.optim.Optimizer):
 
     #: Whether clients may be vectorized; see ``docs/tutorials/your_module.md``.
     federated_elementwise = True
+    _is_proportional = True  # its steps, to the learning rate
 
     def fresh(self, param: Tensor, name: str) -> Tensor:
         """Return the initial value of a parameter's state ``m`` or ``v``."""
@@ -131,6 +132,10 @@ class Combined(torch.optim.Optimizer):
     def federated_elementwise(self) -> bool:
         """Whether the steps of all optimizers are elementwise."""
         return all(map(is_elementwise, self.optimizers))
+
+    @property
+    def _is_proportional(self) -> bool:
+        return all(map(is_proportional, self.optimizers))
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"optimizers": self.optimizers, "num_groups": self.num_groups}
@@ -222,6 +227,7 @@ class PFedMe(torch.optim.Optimizer):
 
     #: Whether clients may be vectorized.
     federated_elementwise = True
+    _is_proportional = True  # its steps, to the learning rate
 
     def fresh(self, param: Tensor, name: str) -> Tensor:
         """Return the initial personal model of a client, which is its local model."""

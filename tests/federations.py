@@ -612,8 +612,8 @@ LONG = (
 )
 #: Rows that cannot be vectorized, with the reason that is given.
 NOT_VECTORIZED = {
-    "Gossip, a foreign module": "training_step updates the metric",
-    "BatchNorm, a policy that learns": "training_step updates the metric",
+    "Gossip, a foreign module": "training_step logs a metric",
+    "BatchNorm, a policy that learns": "training_step logs a metric",
     "a schedule that ends with the run": "overrides hooks that run per step",
     "CharLSTM": "Batching rule not implemented",
     "two optimizers, kept": "it optimizes manually",

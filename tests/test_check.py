@@ -17,7 +17,7 @@ from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.check import COLUMNS
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.objectives import WeightDivergence
+from lightning_fl.objectives import FedDecorr, WeightDivergence
 from lightning_fl.policies import Schedule
 from lightning_fl.testing import Run, check_federation
 from lightning_fl.types import FederationError
@@ -90,6 +90,22 @@ def test_order_finds_random_generators_of_data_sets(is_seeded, expected):
         return Run(ClientModule(net), data, loop, [], {"accelerator": "cpu"})
 
     assert outcome(make, "order").outcome == expected
+
+
+class Crowded(Troubled):
+    """Five attributes count steps, which is the same in any order, and one is of the last step."""
+
+    zone = 0.0
+
+    def training_step(self, batch, batch_idx):
+        for name in "abcde":
+            setattr(self, name, getattr(self, name, 0) + 1)
+        before, self.zone = self.zone, float(batch[0].mean())
+        return super().training_step(batch, batch_idx) * (1 + before)
+
+
+def test_order_names_first_what_differs_at_the_end():
+    assert "Crowded.zone" in outcome(made(kind=Crowded), "order").detail
 
 
 class Warms(Troubled):
@@ -254,14 +270,17 @@ def test_the_command_prints_a_table_and_exits_with_1_if_a_result_differs(
         assert end.value.code == 1
 
 
-def test_terms_that_compare_with_the_round_are_no_error_of_plain():
+@pytest.mark.parametrize(
+    ("term", "expected"), [(WeightDivergence(0.1), "refused"), (FedDecorr(0.1), "equal")]
+)
+def test_terms_that_compare_with_the_round_are_no_error_of_plain(term, expected):
     class Pulled(ClientModule):
         def __init__(self, factor):
-            super().__init__(Troubled().net, terms=[WeightDivergence(0.1)])
+            super().__init__(Troubled().net, terms=[term])
 
     result = outcome(made(kind=Pulled), "plain")
-    assert (result.outcome, result.is_equal) == ("refused", True)
-    assert "start of the round" in result.detail
+    assert (result.outcome, result.is_equal) == (expected, True)
+    assert ("start of the round" in result.detail) is (expected == "refused")
 
 
 def test_mistakes_in_options_are_shown_before_anything_is_trained(here, capsys):

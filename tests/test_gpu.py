@@ -38,7 +38,7 @@ class Compiled(L.Callback):
         self.found = []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        self.found.append(pl_module.runner.vectorized.graphs is not None)
+        self.found.append(pl_module.runner.graphs is not None)
 
 
 @pytest.fixture

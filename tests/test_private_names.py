@@ -34,7 +34,6 @@ IMPORTED = {
 }
 #: Attributes of a Trainer whose fit has not begun.
 OF_A_TRAINER = [
-    "_logger_connector._first_loop_iter",
     "_logger_connector.log_metrics",
     "_logger_connector.on_batch_end",
     "_logger_connector.on_batch_start",

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_fl.callbacks.report import write_partition
-from lightning_fl.check import COLUMNS, STEPS, CheckResult, Run, check_columns
+from lightning_fl.check import COLUMNS, CheckResult, Run, check_columns
 from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.errors import FederationError
@@ -103,7 +103,7 @@ def checked(
         return Run(parts.model, parts.data, parts.federation, callbacks, given)
 
     _parts(words)  # mistakes are shown by this process
-    yield from check_columns(make, rounds, clients, columns, STEPS)
+    yield from check_columns(make, rounds, clients, columns)
 
 
 def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str]) -> None:

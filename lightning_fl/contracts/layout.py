@@ -13,13 +13,11 @@ from torch import Tensor
 class VectorLayout:
     """Names, shapes and positions of the tensors in a flat vector.
 
-    Parameters come first, then floating-point buffers. Each entry of a complex tensor takes two
-    entries of the vector.
+    Parameters come first, then floating-point buffers.
 
     Args:
-        shapes: Shapes by name, in the order of the vector. Complex tensors have a last axis of 2.
+        shapes: Shapes by name, in the order of the vector.
         num_parameters: Number of entries that belong to parameters. The others belong to buffers.
-        complex_names: Names of the complex tensors.
         num_counters: Number of entries of integer buffers, which are exchanged separately.
         dtype: Data type of the vector.
 
@@ -33,7 +31,6 @@ class VectorLayout:
 
     shapes: Mapping[str, torch.Size]
     num_parameters: int
-    complex_names: frozenset[str] = frozenset()
     num_counters: int = 0
     dtype: torch.dtype = torch.float32
 
@@ -69,8 +66,5 @@ class VectorLayout:
                 size += shape.numel()
         parts = {}
         for name, part in zip(names, rows.split(sizes, dim=1), strict=True):
-            stack = part.reshape(len(rows), *self.shapes[name])
-            is_complex = name in self.complex_names
-            # Copied, because view_as_complex requires an even storage offset.
-            parts[name] = torch.view_as_complex(stack.clone()) if is_complex else stack
+            parts[name] = part.reshape(len(rows), *self.shapes[name])
         return parts

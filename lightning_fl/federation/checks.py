@@ -158,13 +158,15 @@ def checked_optimizers(module: LightningModule) -> AbstractContextManager[None]:
 
 
 def check_dense(module: LightningModule) -> None:
-    """Check that the tensors of a module are dense and have a shape; others are not exchanged."""
+    """Check that the tensors of a module can be averaged: dense, real, and with a shape."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
+        is_dense = not nn.parameter.is_lazy(tensor) and tensor.layout == torch.strided
+        if not is_dense or tensor.is_complex():
             raise FederationError(
-                f"{type(module).__name__}.{name} is lazy or sparse, but clients exchange dense"
-                " tensors: run the module on a sample in its constructor or in setup, or keep a"
-                " sparse tensor in a plain attribute"
+                f"{type(module).__name__}.{name} is lazy, sparse or complex, but clients exchange"
+                " dense real tensors: run the module on a sample in its constructor or in setup,"
+                " keep a sparse tensor in a plain attribute, or register torch.view_as_real of a"
+                " complex one"
             )
 
 

@@ -57,7 +57,7 @@ from lightning_fl.runners import (
 from lightning_fl.runners.base import KeepOptimizer
 from lightning_fl.runners.constants import with_all_names
 from lightning_fl.runners.hyperparameters import CLASS_COUNTS, HYPERPARAMETERS
-from lightning_fl.runners.samples import Collated, check_batch
+from lightning_fl.runners.samples import check_batch
 from lightning_fl.samplers import how_drawn
 from lightning_fl.store import ClientStore
 
@@ -294,6 +294,8 @@ class Fit:
         )
         #: Whether the first round of the fit has begun.
         self.has_begun = False
+        #: Whether there has been a new global model in the fit.
+        self.has_aggregated = False
         #: Traffic of the current or last round, which sets it.
         self.traffic: Traffic
         self.warnings = DropWarnings(self.data.client_names)
@@ -359,17 +361,12 @@ class Fit:
                 raise
             batches.append(batch)
         self.runner.phases.start(self.planner.phase_ends(plan.clients, plan.num_steps))
-        scale = float(plan.group_size)
-        if data.has_samples_in_front and (most := int(sizes.max())) > MOST_SAMPLES:
+        if data.has_samples_in_front and int(sizes.max()) > MOST_SAMPLES:
             batches = [tree_map(lambda t: t[:MOST_SAMPLES], batch) for batch in batches]
-            scale *= most / MOST_SAMPLES
-        if not data.has_samples_in_front and (why := Collated(batches).why_not_stacked()):
-            module.train_one_by_one(why)
-        else:
-            counts = {name: rows[clients[0]] for name, rows in self.class_counts().items()}
-            own = {HYPERPARAMETERS: self.runner.declared.values | counts}
-            with attributes_set(module.module, own if counts else {}):
-                module.decide([batches[0], batches[-1]], self.check, scale, self._steps_of_run)
+        counts = {name: rows[clients[0]] for name, rows in self.class_counts().items()}
+        own = {HYPERPARAMETERS: self.runner.declared.values | counts}
+        with attributes_set(module.module, own if counts else {}):
+            module.decide([batches[0], batches[-1]], self.check, self._steps_of_run)
         if module.reason is not None:
             base_lr, self.runner = self.runner.base_lr, self._make_runner()
             self.runner.base_lr = base_lr

@@ -16,7 +16,6 @@ from lightning_fl.federation.processes import Processes
 from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
 from lightning_fl.runners.base import ClientRunner
 from lightning_fl.runners.local_step import gradients_of
-from lightning_fl.runners.starts import at_model
 from lightning_fl.runners.tensors import flat
 
 
@@ -130,7 +129,7 @@ class Measures:
         means = []
         for row, client in enumerate(clients):
             seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round, client)
-            own = runner.client(row) if models is None else at_model(runner, row, models[row])
+            own = runner.client(row) if models is None else runner.at_model(row, models[row])
             with own:
                 parts = evaluate(
                     self._trainer,
@@ -205,7 +204,7 @@ class Measures:
                 streams.append((self._data.steps_of(client, generator), seed))
             rows = []
             for row, (stream, seed) in enumerate(streams):
-                with at_model(runner, row, models[row]):
+                with runner.at_model(row, models[row]):
                     rows.append(self._gradient(runner, [next(stream)], seed))
             return self._processes.same(torch.stack(rows))
 

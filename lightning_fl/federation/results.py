@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fl.runners.tensors import as_real, is_floating
-
 
 @dataclass
 class Results:
@@ -100,11 +98,8 @@ def is_finite(delta: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
         tensor([ True, False])
     """
     finite = torch.ones(len(delta), dtype=torch.bool)
-    values = [
-        as_real(value)
-        for value in (delta, *extras.values())
-        if value.numel() and is_floating(value)
-    ]
+    every = (delta, *extras.values())
+    values = [value for value in every if value.numel() and value.is_floating_point()]
     # Non-finite if any entry is; isfinite() on all entries would take six times as long.
     extremes = [torch.stack(value.aminmax()).isfinite().all() for value in values]
     flags = [flag.to(delta.device, non_blocking=True) for flag in extremes]

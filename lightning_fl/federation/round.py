@@ -38,9 +38,8 @@ from lightning_fl.functional.randomness import (
 )
 from lightning_fl.hooks import call_hook
 from lightning_fl.options import describe
-from lightning_fl.runners.client_optimizers import Options
+from lightning_fl.runners.optimizer import Options
 from lightning_fl.runners.sequential import SequentialRunner
-from lightning_fl.runners.starts import start_from
 from lightning_fl.runners.step_module import StepModule
 
 
@@ -208,7 +207,7 @@ class Round:
             self.trained,
             fit.data.batches_per_epoch[clients],
             fit.runner.add_to_gradients,
-            partial(start_from, fit.runner),
+            fit.runner.start_from,
             mean_losses=partial(measures.client_losses, *own),
             mean_gradients=partial(measures.client_gradients, *own),
             batch_gradients=measures.batch_gradients(*own),
@@ -384,10 +383,12 @@ class Round:
         self._leave_clients(server, self.results.schedule)
         fit.aggregator.release()
         fit.runner.optimizer_state.set_options(self._by_rounds)
-        is_first = vector is not None and fit.runner.fit_to_average(returned)
-        if is_first and fit.options.buffers is None:
-            buffers = fit.runner.shared_buffers
-            warn_of_averaged_buffers(fit.runner.module, buffers, self.server.vector)
+        if vector is not None:
+            fit.runner.fit_to_average(returned)
+            if fit.options.buffers is None and not fit.has_aggregated:
+                shared = fit.runner.shared_buffers
+                warn_of_averaged_buffers(fit.runner.module, shared, self.server.vector)
+            fit.has_aggregated = True
         clients, round = self.plan.clients.tolist(), self.plan.round
         fit.aggregator.load_global_network(
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from lightning_fl.hooks import replaced
-from lightning_fl.runners.constants import LEFT_OUT, describe_tensors
+from lightning_fl.runners.constants import LEFT_OUT, digest
 
 #: Returns the client state in the form in which it is saved.
 Store = Callable[[], list[dict[str, Any]]]
@@ -158,7 +158,8 @@ class RoundBoundary:
 
     @cached_property
     def _of_left_out(self) -> dict[str, Any]:
-        return describe_tensors(self.left_out)
+        dtypes = {name: tensor.dtype for name, tensor in self.left_out.items()}
+        return {"digest": digest(self.left_out), "dtypes": dtypes}
 
     def _now(self, weights_only: bool | None) -> dict[str, Any]:
         """Return Lightning's current checkpoint, without the state of the loop."""

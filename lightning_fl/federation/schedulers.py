@@ -6,15 +6,13 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fl.errors import FederationError
 from lightning_fl.runners import ClientOptimizers
-from lightning_fl.runners.client_optimizers import Options
+from lightning_fl.runners.optimizer import Options, is_same
 
 #: States of step-wise schedulers, and the options of each optimizer.
 ScheduleState = tuple[list[dict[str, Any]], list[Options]]
@@ -83,7 +81,7 @@ class Schedulers:
         step()
         changed = [
             [
-                {name: value for name, value in now.items() if not _is_same(value, then.get(name))}
+                {name: value for name, value in now.items() if not is_same(value, then.get(name))}
                 for now, then in zip(groups, groups_before, strict=False)
             ]
             for groups, groups_before in zip(optimizers.options(), before, strict=True)
@@ -113,8 +111,3 @@ class Schedulers:
             if value is not None and rounds % config.frequency == 0:
                 assert isinstance(scheduler, ReduceLROnPlateau)
                 scheduler.step(value)
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    is_tensor = isinstance(value, Tensor) and isinstance(other, Tensor)
-    return torch.equal(value, other) if is_tensor else bool(value == other)

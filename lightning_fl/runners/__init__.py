@@ -1,30 +1,25 @@
 """Runners, which train clients one after another or many at once.
 
-- ``base``, ``sequential`` and ``vectorized_runner`` are the runners, ``make_runner`` chooses one,
-  ``stacks`` are the tensors of clients at once, ``vectorized_clients`` the wrapper that Lightning
-  gets for them, ``groups`` the number of these clients, ``malloc`` a setting of the C library for
-  their steps.
+- ``base``, ``sequential`` and ``vectorized_runner`` are the runners, ``stacks`` are the tensors of
+  clients at once, ``vectorized_clients`` is the wrapper that Lightning gets for them and chooses a
+  runner, ``groups`` the number of these clients.
 - ``local_step`` is a training step as a function of its tensors, ``compiled`` the same as a graph.
-  ``samples`` goes into it, ``logs`` comes out of it, ``tensors`` and ``client_optimizers`` are
-  changed by it, and ``optimizer`` looks into any optimizer. ``step_module`` is what a module of
-  the package tells it.
+  ``samples`` goes into it, ``tensors`` and ``optimizer`` are changed by it. ``step_module`` is what
+  a module of the package tells it.
 - ``local_tensors`` stay with a client, ``constants`` are shared by all, ``phases`` tell which
   parameters are trained when, ``hyperparameters`` are numbers of a policy, and ``spectral_norm``
   has vectors without a mean.
 - ``self_check`` compares steps in the first round, on copies from ``module_copy``; ``user_hooks``
   lists hooks that a step calls.
-- ``starts`` puts clients at other models than the received ones.
 """
 
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
-from lightning_fl.runners.client_optimizers import ClientOptimizer, ClientOptimizers
 from lightning_fl.runners.hyperparameters import Declared
-from lightning_fl.runners.make_runner import client_runner, user_module
-from lightning_fl.runners.optimizer import optimizers_in
+from lightning_fl.runners.optimizer import ClientOptimizer, ClientOptimizers, optimizers_in
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.tensors import TensorList, flat
-from lightning_fl.runners.vectorized_clients import VectorizedClients
+from lightning_fl.runners.vectorized_clients import VectorizedClients, client_runner, user_module
 
 __all__ = [
     "BufferPolicy",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from statistics import fmean
 from typing import Any, ClassVar, Literal
@@ -18,20 +18,19 @@ from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
-from lightning_fl.runners.client_optimizers import ClientOptimizer, ClientOptimizers, Rows
 from lightning_fl.runners.constants import Constants
 from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.local_tensors import named_local_tensors
-from lightning_fl.runners.optimizer import around_steps
-from lightning_fl.runners.phases import PhasedTraining, trained_in_phases
-from lightning_fl.runners.spectral_norm import refine_singular_vectors
-from lightning_fl.runners.tensors import (
-    GLOBAL_PARAMETERS,
-    ModuleTensors,
-    TensorList,
-    flat,
-    is_floating,
+from lightning_fl.runners.optimizer import (
+    ClientOptimizer,
+    ClientOptimizers,
+    Rows,
+    around_steps,
+    evaluates_often,
 )
+from lightning_fl.runners.phases import PhasedTraining, trained_parameters
+from lightning_fl.runners.spectral_norm import refine_singular_vectors
+from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, TensorList, flat
 
 BufferPolicy = Literal["average", "server", "local"]
 #: Whether a client keeps its optimizer state between rounds: of all parameters, of none, or only of
@@ -78,7 +77,7 @@ class ClientRunner(ABC):
         self.tensors = ModuleTensors(module, constants)
         self.constants = Constants(type(module).__name__, self.tensors.constants)
         self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
-        self.declared, self._has_aggregated = Declared(module), False
+        self.declared = Declared(module)
         self.declared.reset()
         #: Initial values of client-local parameters and buffers, by name.
         self.private = {name: self.tensors.by_name[name] for name in local}
@@ -88,11 +87,11 @@ class ClientRunner(ABC):
             for tensors in (self.named_parameters, self.named_buffers)
         )
         #: Aggregated parameters and floating-point buffers, by name.
-        self.shared = {n: p for n, p in params.items() if is_floating(p)}
-        self.shared_buffers = {n: b for n, b in buffers_sent.items() if is_floating(b)}
+        self.shared = {n: p for n, p in params.items() if p.is_floating_point()}
+        self.shared_buffers = {n: b for n, b in buffers_sent.items() if b.is_floating_point()}
         #: Aggregated integer parameters and buffers, by name.
         sent = {**params, **buffers_sent}.items()
-        self.named_counters = {n: t for n, t in sent if not is_floating(t)}
+        self.named_counters = {n: t for n, t in sent if not t.is_floating_point()}
         floating = [*self.shared.values(), *self.shared_buffers.values()]
         self.vector = TensorList(floating, torch.float32)
         self.num_parameters = sum(flat(p).numel() for p in self.shared.values())
@@ -116,24 +115,17 @@ class ClientRunner(ABC):
         self.gradient_terms: list[GradientTerm] = []
         #: Phases of local training, and the number of local steps before the Lightning batch.
         self.phases, self.steps_before = PhasedTraining(), 0
-        self._check_local()
-        #: Makes the optimizers fresh for each client.
-        self.optimizer_state = ClientOptimizers(self.optimizers)
-        self._end_steps = [
-            around_steps(o.optimizer, partial(self._before_step, o), partial(self.end_step, o))
-            for o in self.optimizer_state.each
-        ]
-
-    def _check_local(self) -> None:
-        """Check that there is a state to keep, if clients keep that of local parameters only."""
-        if (
-            self.keep_optimizer == "local"
-            and not self.private.keys() & self.named_parameters.keys()
-        ):
+        if keep_optimizer == "local" and not self.private.keys() & self.named_parameters.keys():
             raise FederationError(
                 "optimizer_state='local' keeps the state of client-local parameters, and there are"
                 " none: set local_parameters, or optimizer_state='reset' or 'keep'"
             )
+        #: Makes the optimizers fresh for each client.
+        self.optimizer_state = ClientOptimizers(self.optimizers)
+        self._steps = ExitStack()
+        for o in self.optimizer_state.each:
+            before, after = partial(self._before_step, o), partial(self.end_step, o)
+            self._steps.enter_context(around_steps(o.optimizer, before, after))
 
     # --- the global model -------------------------------------------------------------------------
 
@@ -149,7 +141,6 @@ class ClientRunner(ABC):
     def write(self, state: ServerState) -> None:
         """Load a state into the module and reset the optimizer."""
         self.adopt()
-        self.tensors.warn_of_late_buffers()
         self.vector.write(state.vector)
         self.counters.write(state.counters)
         self.restore_private()
@@ -157,19 +148,14 @@ class ClientRunner(ABC):
         self.gradient_terms = []
         self.declared.reset()
 
-    def fit_to_average(self, returned: int) -> bool:
+    def fit_to_average(self, returned: int) -> None:
         """Fit singular vectors of spectral normalization to a new global model.
 
         Args:
             returned: Number of clients whose updates the model is made of.
-
-        Returns:
-            Whether this is the first new global model.
         """
         if refine_singular_vectors(self.module, returned == 1 and self.buffers != "server"):
             self.restore_private()  # vectors that stay with the clients keep their initial values
-        is_first, self._has_aggregated = not self._has_aggregated, True
-        return is_first
 
     def note_private(self) -> None:
         """Record the current values of client-local tensors as their initial values."""
@@ -193,8 +179,7 @@ class ClientRunner(ABC):
 
     def close(self) -> None:
         """Release the optimizers."""
-        for end in self._end_steps:
-            end()
+        self._steps.close()
         for each in self.optimizer_state.each:  # after an exception inside a step
             each.leave_step()
         if self.tensors.wants_start:
@@ -204,13 +189,9 @@ class ClientRunner(ABC):
     @property
     def layout(self) -> VectorLayout:
         """The position of each exchanged tensor in the vector."""
-        tensors: Rows = {**self.shared, **self.shared_buffers}
-        shapes = {
-            n: torch.Size([*t.shape, 2]) if t.is_complex() else t.shape for n, t in tensors.items()
-        }
-        is_complex = frozenset(n for n, t in tensors.items() if t.is_complex())
+        shapes = {n: t.shape for n, t in {**self.shared, **self.shared_buffers}.items()}
         counters = sum(self.counters.sizes)
-        return VectorLayout(shapes, self.num_parameters, is_complex, counters, self.vector.dtype)
+        return VectorLayout(shapes, self.num_parameters, counters, self.vector.dtype)
 
     def trained_mask(self) -> Tensor | None:
         """Return the mask of trainable entries, ``[P]``; None means all.
@@ -234,15 +215,25 @@ class ClientRunner(ABC):
             optimizers: The Trainer's optimizers.
 
         Raises:
-            FederationError: If one was replaced.
+            FederationError: If one was replaced, or trains what clients do not exchange.
         """
+        name = type(self.module).__name__
         if list(map(id, optimizers)) != list(map(id, self.optimizers)):
             raise FederationError(
-                f"the optimizer of {type(self.module).__name__} was replaced during the fit, by"
+                f"the optimizer of {name} was replaced during the fit, by"
                 " strategy.setup_optimizers for example. It would neither start anew with each"
                 " client nor get the policy's learning rate. Create the optimizers of all"
                 " parameters in configure_optimizers; to train a layer later, set requires_grad"
                 " at the start of a round"
+            )
+        known = {id(self._trained_tensor(name)) for name in self.named_parameters}
+        known |= {id(parameter) for parameter in self.constants.parameters.values()}
+        if strange := [p for _, p in self.optimizer_state.params() if id(p) not in known]:
+            raise FederationError(
+                f"the optimizer of {name} trains {len(strange)} tensors that are not parameters of"
+                f" {name} (the first one has the shape {list(strange[0].shape)}), so that clients"
+                " would not exchange them: assign each to an attribute as a nn.Parameter, or put"
+                " layers into a nn.ModuleList instead of a list"
             )
 
     # --- clients ----------------------------------------------------------------------------------
@@ -301,12 +292,10 @@ class ClientRunner(ABC):
 
     def local_parameters(self) -> dict[str, Tensor]:
         """Return the trained parameters that stay with the clients, ``[k, *shape]`` by name."""
-        names = [n for n, p in self.named_parameters.items() if n in self.private]
-        trained = {name: self._trained_tensor(name) for name in names}
         return {
-            n: p.detach().view(self.count, *self.named_parameters[n].shape)
-            for n, p in trained.items()
-            if p.requires_grad
+            name: tensor.detach().view(self.count, *param.shape)
+            for name, param in self.named_parameters.items()
+            if name in self.private and (tensor := self._trained_tensor(name)).requires_grad
         }
 
     @abstractmethod
@@ -320,6 +309,32 @@ class ClientRunner(ABC):
     def client(self, row: int) -> AbstractContextManager[None]:
         """Put a client's tensors into the module within a ``with`` block."""
         return nullcontext()
+
+    @contextmanager
+    def at_model(self, row: int, model: Tensor) -> Iterator[None]:
+        """Put a client into the module, at another model, ``[P]``, within a ``with`` block."""
+        with self.client(row):
+            before = self.vector.read()
+            try:
+                self._write_model(model)
+                yield
+            finally:
+                self.vector.write(before)
+
+    @torch.no_grad()
+    def start_from(self, models: Tensor) -> None:
+        """Let the clients in training start from other models, ``[k, P]``."""
+        for row, model in enumerate(models):
+            with self.client(row):
+                self._write_model(model)
+        self.note_start()
+
+    def _write_model(self, model: Tensor) -> None:
+        """Load a model into the module, without tensors that stay with the client."""
+        if self.buffers == "local":
+            at = self.num_parameters
+            model = torch.cat([model[:at], self.vector.read()[at:]])
+        self.vector.write(model)
 
     @abstractmethod
     def of_client(self, values: Tensor) -> Tensor | None:
@@ -405,7 +420,12 @@ class ClientRunner(ABC):
             FederationError: If a phase trains no parameter, or the optimizer moves parameters
                 without a gradient.
         """
-        names = trained_in_phases(phases, self.module, self.private, self.optimizers)
+        if phases and (found := evaluates_often(self.optimizers)):  # with all parameters moved
+            raise FederationError(
+                f"phases do not support {type(found).__name__}, which moves parameters without a"
+                " gradient: choose another optimizer"
+            )
+        names = [trained_parameters(phase, self.module, self.private) for phase in phases]
         self.phases = PhasedTraining(names, list(self.named_parameters))
 
     def start_phases(self, ends: Tensor) -> None:

@@ -16,34 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_fl.errors import first_line
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 
-#: Maximum number of batch shapes to compile, and of graphs of a shape and a kind of step.
-MOST_GRAPHS, MOST_VERSIONS = 2, 2
-#: Estimates of the seconds that compiling takes, and of the share of a step that it saves.
-COMPILING_TAKES, COMPILING_SAVES = 10, 0.5
-#: Estimates of floating-point operations per second, by type of device.
-SPEED = {"cpu": 1e11, "cuda": 1e13}
+#: Maximum number of batch shapes to compile.
+MOST_GRAPHS = 2
 #: Options of SGD that torch's function for a step takes.
 _OPTIONS = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
 _sgd = partial(sgd, has_sparse_grad=False, foreach=False, fused=False)
-
-
-def compiling_pays(flops: float, steps: float, device: str) -> bool:
-    """Return whether a run is long enough for compiling to pay.
-
-    The decision rests on an estimate of the work, since timings vary. A step takes at least the
-    overhead of Python.
-
-    Args:
-        flops: Floating-point operations of a step of all clients.
-        steps: Number of steps in the run.
-        device: Type of the device.
-
-    Example:
-        >>> compiling_pays(1e9, 100, "cpu"), compiling_pays(1e9, 10_000, "cpu")
-        (False, True)
-    """
-    seconds = max(2e-3, flops / SPEED.get(device, SPEED["cpu"]))
-    return steps * seconds * COMPILING_SAVES > COMPILING_TAKES
 
 
 class Graphs:
@@ -54,7 +31,7 @@ class Graphs:
     whole step at once.
 
     The first step of a batch shape is made without a graph (:meth:`note`). A graph is used as long
-    as torch finds it valid. If it does not, the step has changed: it is made without a graph again.
+    as torch finds it valid. If it does not, later steps are made without a graph.
 
     Args:
         local: The step.
@@ -69,8 +46,8 @@ class Graphs:
         self._momentum: dict[tuple[str, int], Tensor] = {}
         #: Whether to compile for batch shapes, by :func:`shape_of`.
         self.shapes: dict[str, bool] = {}
-        #: Shapes and kinds of steps (whether they update) with a graph, and numbers of graphs.
-        self._ready, self._made = set[tuple[str, bool]](), dict[tuple[str, bool], int]()
+        #: Shapes and kinds of steps (whether they update) with a graph.
+        self._ready = set[tuple[str, bool]]()
 
     @property
     def can_update(self) -> bool:
@@ -94,13 +71,9 @@ class Graphs:
             used: Names of the parameters that the step uses.
             params: The parameters.
         """
-        groups = self.optimizer.param_groups
-        is_plain = type(self.optimizer) is torch.optim.SGD and not any(
-            group["momentum"] or group["weight_decay"] for group in groups
-        )
         unused = [n for n, param in params.items() if param.requires_grad and n not in used]
-        self.shapes[shape] = is_plain or not unused
-        if not self.shapes[shape]:
+        self.shapes[shape] = not unused
+        if unused:
             rank_zero_warn(
                 f"steps are not compiled: they do not use {unused[0]}. To compile them, freeze the"
                 " parameter with requires_grad_(False) or remove it"
@@ -128,16 +101,11 @@ class Graphs:
             with torch.no_grad(), self.local.placeholders(), torch.compiler.set_stance(stance):
                 made = self._run(updates, params, arguments)
         except Exception as error:  # torch.compile and the compilers below it fail in many ways
-            # The next step without a graph shows which parameters it uses now.
-            del self.shapes[shape]
-            self._made[kind] = self._made.get(kind, 0) + 1
-            if kind not in self._ready or self._made[kind] >= MOST_VERSIONS:
-                self.shapes[shape] = False
-                rank_zero_warn(
-                    "steps are not compiled: a graph failed, or is valid for few steps, for example"
-                    f" since training_step uses batch_idx ({first_line(error)})"
-                )
-            self._ready.discard(kind)
+            self.shapes[shape] = False
+            rank_zero_warn(
+                "steps are not compiled: a graph failed, or is no longer valid, for example since"
+                f" training_step uses batch_idx ({first_line(error)})"
+            )
             return None
         self._ready.add(kind)
         return made
@@ -213,26 +181,21 @@ def sgd_step(
     return outcome
 
 
-def compiled(function: Callable[..., Any], on_a_gpu: bool) -> Callable[..., Any]:
+def compiled(function: Any, on_a_gpu: bool) -> Callable[..., Any]:
     """Compile a function; torch checks before each call that its graph is still valid.
 
     Args:
-        function: The function.
+        function: The function. It is copied with its code, since torch allows only eight graphs per
+            code object.
         on_a_gpu: Whether to use CUDA graphs. Their outputs are copied, since the next launch
             overwrites them.
     """
-    if not on_a_gpu:
-        return torch.compile(own_code(function), dynamic=False)
-    graph = torch.compile(own_code(function), dynamic=False, mode="reduce-overhead")
-    return lambda *args, **kwargs: tree_map(torch.clone, graph(*args, **kwargs))
-
-
-def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function with its code, since torch allows only eight graphs per code object."""
-    assert isinstance(function, FunctionType)
     own = FunctionType(function.__code__.replace(), function.__globals__)
     own.__kwdefaults__ = function.__kwdefaults__
-    return own
+    if not on_a_gpu:
+        return torch.compile(own, dynamic=False)
+    graph = torch.compile(own, dynamic=False, mode="reduce-overhead")
+    return lambda *args, **kwargs: tree_map(torch.clone, graph(*args, **kwargs))
 
 
 def shape_of(batch: Any) -> str:
@@ -255,34 +218,27 @@ def graph_of(loss: Tensor, params: Mapping[str, Tensor]) -> set[str]:
 
 
 class _Known(torch.autograd.Function):
-    """Assign known gradients to parameters in the backward pass of a loss.
-
-    They bypass autograd, which would copy each of them.
-    """
+    """Assign known gradients to parameters in the backward pass of a sum of losses."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, loss: Tensor, params: list[nn.Parameter], grads: list[Tensor]
+        ctx: Any, loss: Tensor, grads: list[Tensor | None], *params: nn.Parameter
     ) -> Tensor:
-        ctx.params, ctx.grads = params, grads
+        ctx.grads = grads
         return loss.sum()
 
     @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[None, ...]:
-        scale, grads = outer[0], ctx.grads
-        # Reading the scale would wait for a GPU, so there gradients are multiplied even by 1.
-        if grads and (scale.device.type != "cpu" or scale != 1):
-            grads = torch._foreach_mul(grads, scale)
-        for param, grad in zip(ctx.params, grads, strict=True):
-            param.grad = grad if param.grad is None else param.grad + grad
-        return (None,) * 4
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.grads
+        del ctx.grads  # so that autograd does not copy them
+        return None, None, *grads
 
 
 def with_gradients(
     loss: Tensor, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]
 ) -> Tensor:
     """Return the sum of losses; its backward pass yields the given gradients."""
-    anchor = next(param for param in params.values() if param.requires_grad)
-    wanted = [params[name] for name in grads]
-    total: Tensor = _Known.apply(anchor, loss, wanted, list(grads.values()))
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    found = [grads.get(name) for name in trained]
+    total: Tensor = _Known.apply(loss, found, *trained.values())
     return total

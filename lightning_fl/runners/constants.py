@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fl.errors import FederationError
-from lightning_fl.runners.tensors import as_real
+from lightning_fl.runners.tensors import flat
 
 #: Size in bytes above which frozen parameters take noticeable time and memory.
 LARGE = 2**24
@@ -71,22 +71,16 @@ class Constants:
         Raises:
             FederationError: If a parameter was changed or unfrozen.
         """
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad:
-                raise self._error(name, "unfrozen")
-        if not self._sums:
-            return
-        now_sums = checksums(self.parameters)
-        for name, before, now in zip(self.parameters, self._sums, now_sums, strict=True):
-            if before != now:
-                raise self._error(name, "changed")
-
-    def _error(self, name: str, how: str) -> FederationError:
-        return FederationError(
-            f"{self.owner}.{name} was frozen at the start of the fit (requires_grad=False), so all"
-            f" clients share it, but it was {how} during the fit. Keep what the module changes in a"
-            " buffer, and unfreeze layers by a finetuning callback of Lightning"
-        )
+        sums = checksums(self.parameters) if self._sums else []
+        for i, (name, parameter) in enumerate(self.parameters.items()):
+            if parameter.requires_grad or sums[i : i + 1] != self._sums[i : i + 1]:
+                how = "unfrozen" if parameter.requires_grad else "changed"
+                raise FederationError(
+                    f"{self.owner}.{name} was frozen at the start of the fit (requires_grad=False),"
+                    f" so all clients share it, but it was {how} during the fit. Keep what the"
+                    " module changes in a buffer, and unfreeze layers by a finetuning callback of"
+                    " Lightning"
+                )
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> list[int]:
@@ -110,7 +104,7 @@ def checksum(tensor: Tensor) -> Tensor:
         >>> checksum(one) == checksum(one.clone()), checksum(one) == checksum(0.99 * one)
         (tensor(True), tensor(False))
     """
-    data = as_real(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+    data = flat(tensor).view(torch.uint8)
     words = data[: len(data) // 8 * 8]
     if words.storage_offset() % 8:  # cannot be viewed as integers
         words = words.clone()
@@ -122,12 +116,6 @@ def with_all_names(module: nn.Module, parameters: Iterable[Tensor]) -> dict[str,
     ids = {id(parameter) for parameter in parameters}
     everything = module.named_parameters(remove_duplicate=False)
     return {name: parameter.detach() for name, parameter in everything if id(parameter) in ids}
-
-
-def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the entry :data:`LEFT_OUT` of a checkpoint that leaves tensors out."""
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    return {"digest": digest(tensors), "dtypes": dtypes}
 
 
 def complete(checkpoint: dict[str, Any], module: nn.Module) -> None:
@@ -166,7 +154,6 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach()
         sha.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        data = as_real(tensor).contiguous().reshape(-1).view(torch.uint8)
-        for piece in data.split(2**26):  # copied to the CPU in pieces of 64 MiB
+        for piece in flat(tensor).view(torch.uint8).split(2**26):  # copied to the CPU one by one
             sha.update(piece.cpu().numpy())
     return sha.hexdigest()

@@ -1,4 +1,4 @@
-"""A module's training step as a pure function of its tensors, for one client or for many."""
+"""A module's training step as a pure function of its tensors, and the values that it logs."""
 
 from __future__ import annotations
 
@@ -74,20 +74,8 @@ def gradients_of(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
 
 
 #: Attributes of the module that a step sets.
-_SET = (
-    *("log", "optimizers", "_sample_weight", "_record"),
-    "federated_global_parameters",
-)
+_SET = "log", "optimizers", "_sample_weight", "_record", "federated_global_parameters"
 _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
-
-
-def refuse_optimizer(*_: Any, **__: Any) -> Any:
-    """Refuse access to the optimizer in a step.
-
-    Raises:
-        FederationError: In any case.
-    """
-    raise FederationError("training_step uses its optimizer, which trains all clients together")
 
 
 class LocalStep(nn.Module):
@@ -101,28 +89,24 @@ class LocalStep(nn.Module):
     Args:
         module: The user's module.
         constants: Frozen parameters that all clients share, by name. The module uses its own.
-        refuses_optimizer: Whether the step must not use its optimizer, which has the tensors of all
-            clients.
+        is_of_all: Whether the step is compared with one of all clients, so that it must not use its
+            optimizer, which has their tensors.
     """
 
     def __init__(
         self,
         module: LightningModule,
         constants: Mapping[str, Tensor] | None = None,
-        refuses_optimizer: bool = False,
+        is_of_all: bool = False,
     ) -> None:
         super().__init__()
         self.module: LightningModule = module
-        self._refuses_optimizer = refuses_optimizer
+        self._is_of_all = is_of_all
         self._constants = dict(constants or {})
         #: Index of the clients' local step, passed to the module as ``batch_idx``.
         self.batch_idx = 0
-        #: Names and options of logged values, by their key in an outcome; logged metrics, by name.
-        self.log_names: dict[str, str] = {}
+        #: Options of logged values, by name.
         self.log_options: dict[str, dict[str, Any]] = {}
-        self.metrics: dict[str, Metric] = {}
-        #: Whether the module logged something without a batch size.
-        self.wants_batch_size = False
         step: Callable[..., Any] = module.training_step
         self._takes_batch_idx = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         #: Parameters by their names at the start; a step may move layers to other names.
@@ -174,26 +158,30 @@ class LocalStep(nn.Module):
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             options.update(zip(_LOG_OPTIONS, args, strict=False))
-            if isinstance(value, Metric):  # it accumulates by itself in sequential steps
-                self.metrics[name], self.log_options[name] = value, options
+            if isinstance(value, Metric) or name in logs:
+                if self._is_of_all:
+                    raise FederationError(f"training_step logs a metric or logs {name} twice")
                 return
             size = options.pop("batch_size", None)
             if size is None or (weight is not None and size == len(weight)):  # size with padding
-                size, self.wants_batch_size = torch.nan, True
-            value = self._on_device(value)
-            size = torch.full((), size, dtype=torch.float64, device=value.device)
-            key = name
-            while key in logs:  # a step may log several values under a name
-                key += "'"
-            self.log_names[key], self.log_options[key] = name, options
-            logs[key] = value, size
+                size = torch.nan
+            device = self.module.device
+            size = torch.full((), size, dtype=torch.float64, device=device)
+            if isinstance(value, Tensor):
+                value = value.detach().reshape(()).to(device, non_blocking=True)
+            else:
+                value = torch.full((), value, device=device)
+            self.log_options[name], logs[name] = options, (value, size)
 
         def record(loss: Tensor, count: Any) -> None:
             recorded["loss"] = loss.detach()
 
+        def refuse(*_: Any, **__: Any) -> None:
+            raise FederationError("training_step uses its optimizer, which trains all clients")
+
         known: dict[str, Any] = {"log": log}
-        if self._refuses_optimizer:
-            known["optimizers"] = refuse_optimizer
+        if self._is_of_all:
+            known["optimizers"] = refuse
         if isinstance(self.module, StepModule):
             known.update({"_sample_weight": weight, "_record": record})
         if fixed and hasattr(self.module, "federated_global_parameters"):
@@ -223,13 +211,6 @@ class LocalStep(nn.Module):
         missing = [name for name in _SET if name not in own and hasattr(kind, name)]
         return attributes_set(self.module, {name: getattr(kind, name) for name in missing})
 
-    def _on_device(self, value: Any) -> Tensor:
-        """Return a logged value as a tensor on the device of the module."""
-        device = self.module.device
-        if not isinstance(value, Tensor):
-            return torch.full((), value, device=device)
-        return value.detach().reshape(()).to(device, non_blocking=True)
-
     def many(
         self,
         params: Tensors,
@@ -238,7 +219,6 @@ class LocalStep(nn.Module):
         batch: Any,
         weight: Tensor | None,
         *,
-        fixed_is_shared: bool,
         hyperparameters: Tensors | None = None,
         randomness: Literal["different", "same"] = "different",
         is_mapped: bool = True,
@@ -249,27 +229,20 @@ class LocalStep(nn.Module):
         Args:
             params: Parameters, ``[k, ...]``.
             buffers: Buffers, ``[k, ...]``.
-            fixed: Parameters that the clients started from, ``[k, ...]``, or ``[...]`` if shared.
+            fixed: Parameters that the clients started from, ``[k, ...]``.
             batch: Samples, ``[k, B, ...]``.
             weight: Sample weights, ``[k, B]``, or None.
-            fixed_is_shared: Whether all clients started from the same parameters.
             hyperparameters: Numbers of the policy by name, ``[k]``; None means none.
             randomness: Whether the vectorized step draws different random numbers for each client.
             is_mapped: Whether to use ``vmap``; a graph of one client does not, which is faster.
             function: Function of a client's tensors to map; None means :meth:`one`.
         """
-        shared: dict[str, Any] = {"fixed": fixed, "weight": weight}
-        own: dict[str, Any] = {"params": params, "buffers": buffers, "batch": batch}
-        own["hyperparameters"] = hyperparameters or {}
-        if not fixed_is_shared:
-            own["fixed"] = shared.pop("fixed")
-        if weight is not None:
-            own["weight"] = shared.pop("weight")
-
+        own: dict[str, Any] = {"params": params, "buffers": buffers, "fixed": fixed, "batch": batch}
+        own |= {"weight": weight, "hyperparameters": hyperparameters or {}}
         mapped = self.one if function is None else function  # torch 2.6 does not compile an `or`
 
         def step(client: dict[str, Any]) -> Any:
-            return mapped(**shared, **client)
+            return mapped(**client)
 
         if not is_mapped:
             outcome = step(tree_map(lambda t: t.squeeze(0) if isinstance(t, Tensor) else t, own))
@@ -314,3 +287,59 @@ class LocalStep(nn.Module):
 
         found: tuple[Tensors, Outcome] = self.many(params, *tensors, **how, function=gradient)
         return found
+
+
+class StepLogs:
+    """Collect the values that a module logs, until the last local step of a Lightning batch.
+
+    Args:
+        local: The module's step, which holds the options of the logged values.
+    """
+
+    def __init__(self, local: LocalStep) -> None:
+        self._local = local
+        #: By name, one tuple per local step: values, weights and mask of active clients, ``[k]``.
+        self._noted: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+
+    def clear(self) -> None:
+        """Discard the values of the last batch."""
+        self._noted = {}
+
+    def note(self, outcome: Outcome, sizes: Tensor, active: Tensor) -> None:
+        """Store the logged values of a local step, and pass losses to the module.
+
+        Args:
+            outcome: The outcome of the step.
+            sizes: Number of samples of each client, ``[k]``.
+            active: Mask of the clients that still train, ``[k]``.
+        """
+        device = outcome.loss.device
+        # Asynchronous copies; nothing is read back from the device.
+        counts, trains = (t.to(device, non_blocking=True) for t in (sizes, active))
+        for name, (value, size) in outcome.logs.items():
+            weight = size.where(~size.isnan(), counts) * trains
+            self._noted.setdefault(name, []).append((value, weight, active))
+        if outcome.recorded:
+            record: Any = self._local.module._record
+            record(outcome.recorded["loss"].where(counts * trains > 0, 0), counts * trains)
+
+    def log(self, log: Callable[..., None]) -> None:
+        """Log one value for all steps and clients of the batch.
+
+        Args:
+            log: The function that logs a value under a name, with options.
+        """
+        for name, noted in self._noted.items():
+            options = dict(self._local.log_options[name])
+            values, weight, active = (torch.stack(part) for part in zip(*noted, strict=True))
+            values, weight = values.double(), weight.double()
+            if options.get("reduce_fx", "mean") in ("mean", torch.mean):
+                total = weight.sum()
+                options["batch_size"] = total.long() if total.device.type != "cpu" else int(total)
+                value = (values.where(weight > 0, 0) * weight).sum() / total
+            else:
+                reduce = options["reduce_fx"]
+                at = active.flatten().nonzero()[:, 0].to(values.device, non_blocking=True)
+                chosen = values.flatten()[at]
+                value = getattr(chosen, reduce)() if isinstance(reduce, str) else reduce(chosen)
+            log(name, value.float(), **options)

@@ -71,45 +71,26 @@ def matched_tensors(module: nn.Module, patterns: Iterable[str], option: str) -> 
         option: Name of the option for error messages.
 
     Raises:
-        FederationError: If a pattern matches nothing, or the patterns match some but not all names
-            of a tensor that has several (tied parameters).
+        FederationError: If a pattern matches nothing.
     """
     names, matched = tensor_names(module), set[str]()
     for pattern in patterns:
         if not (found := matching_names(module, pattern)):
-            kinds = dict.fromkeys(type(part).__name__ for part in module.modules())
-            what, known = ("classes", kinds) if pattern.startswith(OF_TYPE) else ("names", names)
             raise FederationError(
                 f"the pattern {pattern!r} in {option} matches no parameter or buffer of"
-                f" {type(module).__name__}: the first {what} are {', '.join(list(known)[:5])}"
+                f" {type(module).__name__}: the first names are {', '.join(list(names)[:5])}"
             )
         matched |= found
-    tensors = {names[name] for name in matched}
-    for name, first in names.items():
-        if first in tensors and name not in matched:
-            other = next(n for n in names if n in matched and names[n] == first)
-            raise FederationError(
-                f"{option} matches {other}, but not {name}, which is the same tensor of"
-                f" {type(module).__name__}: match both names, or none of them"
-            )
-    return [name for name, first in names.items() if name == first and first in tensors]
+    return list(dict.fromkeys(first for name, first in names.items() if name in matched))
 
 
 def named_local_tensors(module: LightningModule) -> list[str]:
     """Return the tensors that a module itself names (``federated_local_parameters``).
 
     Raises:
-        FederationError: If a name is neither a parameter nor a buffer.
+        FederationError: If a name or pattern matches nothing.
     """
-    known = tensor_names(module)
-    given = list(getattr(module, LOCAL_TENSORS, None) or ())
-    for name in given:
-        if name not in known:
-            raise FederationError(
-                f"{type(module).__name__}.{LOCAL_TENSORS} names {name!r}, which is not a parameter"
-                " or a buffer of the module"
-            )
-    return list(dict.fromkeys(known[name] for name in given))
+    return matched_tensors(module, getattr(module, LOCAL_TENSORS, None) or (), LOCAL_TENSORS)
 
 
 def local_tensors(module: LightningModule, patterns: Sequence[str] = ()) -> list[str]:
@@ -122,9 +103,8 @@ def local_tensors(module: LightningModule, patterns: Sequence[str] = ()) -> list
     Raises:
         FederationError: If a name or a pattern matches nothing.
     """
-    names = named_local_tensors(module)
-    names += matched_tensors(module, patterns, "local_parameters") if patterns else []
-    return list(dict.fromkeys(names))
+    names = matched_tensors(module, patterns, "local_parameters")
+    return list(dict.fromkeys([*named_local_tensors(module), *names]))
 
 
 def split_tensors(
@@ -149,9 +129,8 @@ def split_tensors(
     if patterns and not exchange_frozen:
         shared = [param for param in shared if param.requires_grad]
     if local and not shared:
-        name = f"local_parameters={list(patterns)}" if patterns else LOCAL_TENSORS
         raise FederationError(
-            f"{name} matches all trained parameters of {type(module).__name__}, so that none is"
-            " left to aggregate: leave at least one out"
+            f"all trained parameters of {type(module).__name__} are local, so that none is left to"
+            f" aggregate: leave one out of local_parameters or {LOCAL_TENSORS}"
         )
     return constants, local

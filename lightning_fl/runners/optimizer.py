@@ -1,28 +1,44 @@
-"""The optimizer of local training: fresh for each client, kept per client, or stacked."""
+"""The optimizers of local training: fresh for each client, kept per client, or stacked."""
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
-from itertools import starmap
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_fl.errors import FederationError, first_line
+from lightning_fl.hooks import attributes_set
+
+Rows = Mapping[str, Tensor]
+#: Options of each parameter group of an optimizer, by name.
+Options = list[dict[str, Any]]
 
 #: Optimizers whose steps are elementwise and proportional to the learning rate.
 PROPORTIONAL = {
-    *(optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adam, optim.AdamW),
+    *(optim.SGD, optim.RMSprop, optim.Adadelta, optim.Adam, optim.AdamW),
     *(optim.Adamax, optim.NAdam, optim.RAdam),
 }
-#: Shapes of the tensors of a client with which an optimizer is tried.
-SHAPES = (), (3,), (20, 4), (3, 2, 5)
 #: Optimizers whose steps are elementwise: they treat all entries of a parameter alike.
 ELEMENTWISE = {*PROPORTIONAL, optim.ASGD, optim.Rprop}
+#: Shapes of the tensors of a client with which an optimizer is tried.
+SHAPES = (), (3,), (20, 4), (3, 2, 5)
+#: Prefixes of the names that :meth:`ClientOptimizer.rows` returns: of tensors and of numbers.
+OPTIMIZER_ROWS = ("optimizer.", "number.")
+#: Entries of parameter groups that schedulers and hooks set; an optimizer may learn the others.
+OPTIONS = {
+    *("lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "betas"),
+    *("momentum", "base_momentum", "max_momentum"),
+}
+#: Attributes of an optimizer that schedulers set, or that are restored elsewhere.
+_OTHERS = {"param_groups", "defaults", "step", "zero_grad", "_opt_called", "_step_count"}
 
 
 # --- any optimizer --------------------------------------------------------------------------------
@@ -33,27 +49,9 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor, or the tensors in nested mappings, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
-
-
-def optimizers_in(configured: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers in the result of ``configure_optimizers``, in any of its forms."""
-    if isinstance(configured, Optimizer):
-        yield configured
-    elif isinstance(configured, dict):
-        yield from optimizers_in(configured.get("optimizer"))
-    elif isinstance(configured, list | tuple):
-        for part in configured:
-            yield from optimizers_in(part)
+def optimizers_in(configured: Any) -> list[Optimizer]:
+    """Return the optimizers in the result of ``configure_optimizers``, in any of its forms."""
+    return [leaf for leaf in tree_leaves(configured) if isinstance(leaf, Optimizer)]
 
 
 def evaluates_often(optimizers: Iterable[Optimizer]) -> Optimizer | None:
@@ -66,33 +64,22 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     """Return an optimizer and the optimizers in its attributes, also inside lists."""
     optimizers = [optimizer]
     for each in optimizers:
-        for value in vars(each).values():
-            values = value if isinstance(value, list | tuple) else [value]
-            values = list(value.values()) if isinstance(value, dict) else values
-            for inner in values:
-                is_known = any(inner is other for other in optimizers)
-                if isinstance(inner, Optimizer) and not is_known:
-                    optimizers.append(inner)
+        optimizers += [o for o in optimizers_in(vars(each)) if o not in optimizers]
     return optimizers
 
 
-def step_hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Return the hooks before and after the steps of an optimizer and its inner optimizers."""
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer or an inner one has hooks before or after its steps."""
     names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-    return [
-        hook
-        for each in with_inner(optimizer)
-        for name in names
-        for hook in getattr(each, name, {}).values()
-    ]
+    return any(getattr(each, name, None) for each in with_inner(optimizer) for name in names)
 
 
 def around_steps(
     optimizer: Optimizer,
     before: Callable[[Callable[[], Any] | None], Callable[[], Any] | None],
     after: Callable[[], None],
-) -> Callable[[], None]:
-    """Call functions before and after each step of an optimizer.
+) -> AbstractContextManager[None]:
+    """Call functions before and after each step of an optimizer within a ``with`` block.
 
     Step hooks would not do: a wrapper that never calls ``Optimizer.__init__`` has none.
 
@@ -100,11 +87,8 @@ def around_steps(
         optimizer: The optimizer.
         before: Called before each step with its closure; returns the closure to use.
         after: Called after each step.
-
-    Returns:
-        A function that ends the calls.
     """
-    step, was_set = optimizer.step, "step" in vars(optimizer)
+    step = optimizer.step
 
     @wraps(step)
     def stepped(_: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -112,15 +96,269 @@ def around_steps(
         after()
         return result
 
-    vars(optimizer)["step"] = MethodType(stepped, optimizer)  # as schedulers do
+    return attributes_set(optimizer, {"step": MethodType(stepped, optimizer)})  # as schedulers do
 
-    def undo() -> None:
-        if was_set:
-            vars(optimizer)["step"] = step
-        else:
-            vars(optimizer).pop("step", None)
 
-    return undo
+# --- the optimizers of a client -------------------------------------------------------------------
+
+
+class ClientOptimizer:
+    """Give each client a fresh optimizer, by a deep copy that shares the parameters.
+
+    What the optimizers of ``torch.optim`` learn is in ``state``. Others also store counters and
+    estimates in parameter groups, in attributes, or in an inner optimizer (Lookahead). A client
+    starts from a copy of all of this from before the first step of the round, except for
+    :data:`OPTIONS`, which :class:`~lightning_fl.federation.schedulers.Schedulers` restores.
+
+    Args:
+        optimizer: The optimizer, before its first step.
+        index: Its index among the optimizers of the module.
+
+    Raises:
+        FederationError: If the optimizer cannot be copied, or holds a copy of its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, index: int = 0) -> None:
+        self.optimizer, self.optimizers = optimizer, with_inner(optimizer)
+        #: Whether everything that it learns is in ``state``, which it makes in its first step.
+        self.is_simple = type(optimizer).__module__.startswith("torch.optim.")
+        self.is_simple &= not optimizer.state
+        #: Prefix of the parameters and groups in names of :meth:`rows`; none for the first one.
+        self.prefix = f"{index}:" * bool(index)
+        self._has_stepped = False
+        #: Rates of the groups without the ratio of the client; only in a step of such a client.
+        self._own_lr = list[Any]()
+        self._is_in_step = False
+        #: Parameters that the client does not train in this step, with their values.
+        self.held = list[tuple[Tensor, Tensor]]()
+        #: Attributes of each optimizer, and entries of each parameter group, before the first step.
+        self._fresh = (list[dict[str, Any]](), list[dict[str, Any]]())
+        if self.is_simple:
+            return
+        own = {id(param) for param in params_of(optimizer)}
+        for leaf in tree_leaves([*map(_own, self.optimizers), *optimizer.param_groups]):
+            is_own = id(leaf) in own or not isinstance(leaf, Tensor) or not leaf.numel()
+            if not is_own and (leaf != leaf.flatten()[0]).any():
+                raise FederationError(
+                    f"{type(optimizer).__name__} cannot be reset for each client: it holds a copy"
+                    " of its parameters from the start. Choose another optimizer, or create this"
+                    " state in optimizer.state in its first step"
+                )
+        self._fresh = self._copied()
+
+    # --- a fresh optimizer ------------------------------------------------------------------------
+
+    def before_step(self, ratio: float = 1.0) -> None:
+        """Set the client's learning rate for this step only, since schedulers also change it.
+
+        Args:
+            ratio: Ratio of the client's rate to the optimizer's.
+        """
+        if self._is_in_step:
+            return
+        self._is_in_step = True
+        if ratio != 1:
+            self._own_lr = [group["lr"] for group in self.optimizer.param_groups]
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] * ratio
+
+    def after_step(self) -> Any:
+        """Restore the rates.
+
+        Returns:
+            The first group's rate in the step without the ratio, which hooks may have set. A tensor
+            is copied instead of read, since reading waits for the device.
+        """
+        lr = self._own_lr[0] if self._own_lr else self.optimizer.param_groups[0].get("lr", 0.0)
+        lr = lr.detach().clone() if isinstance(lr, Tensor) else lr
+        self.leave_step()
+        with torch.no_grad():
+            for param, value in self.held:
+                param.copy_(value)
+        self._has_stepped = True
+        return lr
+
+    def leave_step(self) -> None:
+        """Restore the rates, also after an exception inside a step."""
+        if self._own_lr:
+            for group, lr in zip(self.optimizer.param_groups, self._own_lr, strict=True):
+                group["lr"] = lr
+        self._own_lr, self._is_in_step = [], False
+
+    def reset(self) -> None:
+        """Restore what was there before the first step of the round."""
+        if self.is_simple:
+            self.optimizer.state.clear()
+            return
+        if not self._has_stepped:  # what was set since then belongs to all clients
+            self._fresh = self._copied()
+            return
+        self._has_stepped = False
+        attributes, groups = copy.deepcopy(self._fresh, self._shared())
+        for optimizer, fresh in zip(self.optimizers, attributes, strict=True):
+            now = vars(optimizer)
+            for name in _own(optimizer).keys() - fresh.keys():
+                del now[name]
+            now.update(fresh)
+        for fresh, group in zip(groups, self.optimizer.param_groups, strict=False):
+            kept = {name: group[name] for name in ("params", *OPTIONS) if name in group}
+            group.clear()
+            group.update(fresh | kept)
+
+    def options(self) -> Options:
+        """Return a copy of the options of each parameter group."""
+        return [
+            {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if name in OPTIONS or (self.is_simple and name != "params")
+            }
+            for group in self.optimizer.param_groups
+        ]
+
+    def set_options(self, options: Options) -> None:
+        """Restore the options that :meth:`options` returned; groups that came later keep theirs."""
+        for group, values in zip(self.optimizer.param_groups, options, strict=False):
+            for name, value in values.items():
+                group[name] = value.clone() if isinstance(value, Tensor) else value
+
+    def _copied(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        try:
+            return copy.deepcopy(([_own(each) for each in self.optimizers], groups), self._shared())
+        except Exception as error:  # locks, threads and tensors of a graph raise different kinds
+            raise FederationError(
+                f"{type(self.optimizer).__name__} cannot be reset for each client, since it cannot"
+                f" be copied ({error}): choose another optimizer"
+            ) from error
+
+    def _shared(self) -> dict[int, Any]:
+        """Return what copies share: parameters, optimizers, their groups, and modules."""
+        shared: list[Any] = [*params_of(self.optimizer), *self.optimizers]
+        for each in self.optimizers:
+            shared += [each.param_groups, *each.param_groups]
+            shared += [value for value in vars(each).values() if isinstance(value, nn.Module)]
+        return {id(value): value for value in shared}
+
+    # --- state kept per client --------------------------------------------------------------------
+
+    def rows(self) -> dict[str, Tensor]:
+        """Return what ``optimizer.state_dict()`` saves as tensors, without options.
+
+        Names are ``optimizer.<parameter>.<name>`` and ``optimizer.group<index>.<name>``; Python
+        numbers have the prefix ``number`` instead. Of a second optimizer, ``<parameter>`` is
+        ``1:<parameter>``.
+
+        Raises:
+            FederationError: If a value is neither a tensor nor a number.
+        """
+        saved = self.optimizer.state_dict()
+        rows: dict[str, Tensor] = {}
+        for index, entries in saved["state"].items():
+            if not isinstance(index, int) or not isinstance(entries, dict):
+                raise self._not_kept("state without a parameter")
+            for name, value in entries.items():
+                rows |= self._row(f"{self.prefix}{index}.{name}", value)
+        groups = zip(self._fresh[1], self.optimizer.param_groups, strict=False)
+        for index, (fresh, group) in enumerate(groups):
+            for name in sorted(group.keys() - OPTIONS - {"params"}):
+                if not is_same(group[name], fresh.get(name)):  # it is learned
+                    rows |= self._row(f"{self.prefix}group{index}.{name}", group[name])
+        return rows
+
+    def _row(self, name: str, value: Any) -> dict[str, Tensor]:
+        if value is None:
+            return {}
+        if isinstance(value, Tensor):
+            return {f"optimizer.{name}": value.detach()}
+        if isinstance(value, bool | int | float):
+            dtype = torch.float64 if isinstance(value, float) else None
+            return {f"number.{name}": torch.tensor(value, dtype=dtype)}
+        raise self._not_kept(f"{name.partition('.')[2]}, which is not a tensor")
+
+    def load(self, rows: Rows) -> None:
+        """Load the tensors of :meth:`rows` into the fresh optimizer; leave out those of others."""
+        self._has_stepped = True  # it is not fresh, even if the client makes no step
+        saved = self.optimizer.state_dict()
+        state = {index: dict(entries) for index, entries in saved["state"].items()}
+        for name, row in rows.items():
+            kind, where, key = name.split(".", 2)
+            if where[: where.find(":") + 1] != self.prefix:
+                continue
+            where = where.removeprefix(self.prefix)
+            value = row.item() if kind == "number" else row.clone()
+            if where.startswith("group"):
+                saved["param_groups"][int(where.removeprefix("group"))][key] = value
+            else:
+                state.setdefault(int(where), {})[key] = value
+        self.optimizer.load_state_dict({**saved, "state": state})
+
+    def _not_kept(self, what: str) -> FederationError:
+        return FederationError(
+            f"optimizer_state='keep' does not support {type(self.optimizer).__name__}: it holds"
+            f" {what}. Choose optimizer_state='reset' or another optimizer"
+        )
+
+
+class ClientOptimizers:
+    """The optimizers of a client: one, or several if the module optimizes manually.
+
+    Args:
+        optimizers: The optimizers, before their first steps.
+
+    Raises:
+        FederationError: See :class:`ClientOptimizer`.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.each = [ClientOptimizer(optimizer, i) for i, optimizer in enumerate(optimizers)]
+
+    def reset(self) -> None:
+        """Restore what was there before the first step of the round."""
+        for each in self.each:
+            each.reset()
+
+    def options(self) -> list[Options]:
+        """Return a copy of the options of each parameter group of each optimizer."""
+        return [each.options() for each in self.each]
+
+    def set_options(self, options: Sequence[Options]) -> None:
+        """Restore the options that :meth:`options` returned."""
+        for each, of_optimizer in zip(self.each, options, strict=False):
+            each.set_options(of_optimizer)
+
+    def rows(self) -> dict[str, Tensor]:
+        """Return what the optimizers have learned; see :meth:`ClientOptimizer.rows`."""
+        return {name: row for each in self.each for name, row in each.rows().items()}
+
+    def load(self, rows: Rows) -> None:
+        """Load the tensors of :meth:`rows` into the fresh optimizers."""
+        for each in self.each:
+            each.load(rows)
+
+    def params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all optimizers, with the prefix of the names of their rows."""
+        for each in self.each:
+            for i, param in enumerate(params_of(each.optimizer)):
+                yield f"optimizer.{each.prefix}{i}.", param
+
+
+def _own(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes of an optimizer that may be a part of what it learns."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OTHERS and not name.startswith("_optimizer_")
+    }
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Return whether two options are equal; they may be tensors."""
+    is_tensor = isinstance(value, Tensor) and isinstance(other, Tensor)
+    return torch.equal(value, other) if is_tensor else bool(value == other)
 
 
 # --- stacked clients ------------------------------------------------------------------------------
@@ -141,8 +379,6 @@ def restack(
         for group in each.param_groups:
             kept = (param for param in group["params"] if id(param) not in unwanted)
             group["params"] = [stacks.get(id(param), param) for param in kept]
-        for param in [p for p in each.state if id(p) in unwanted or id(p) in stacks]:
-            del each.state[param]  # of Adagrad, which makes it anew
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -150,6 +386,11 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE or bool(
         getattr(optimizer, "federated_elementwise", False)
     )
+
+
+def is_proportional(optimizer: Optimizer) -> bool:
+    """Return whether the steps of an optimizer are proportional to its learning rate."""
+    return type(optimizer) in PROPORTIONAL or getattr(optimizer, "_is_proportional", False)
 
 
 def why_not_elementwise(optimizer: Optimizer, keep: bool) -> str | None:
@@ -166,24 +407,72 @@ def why_not_elementwise(optimizer: Optimizer, keep: bool) -> str | None:
             " in the class if they are)"
         )
     if any(each.state for each in with_inner(optimizer)):
-        try:
-            trial(optimizer)
-        except Exception:  # a KeyError, or any error of an optimizer
-            return f"{name} has state before its first step, which it does not make anew"
-    if keep and not is_kept_per_client(optimizer):
+        return f"{name} has state before its first step"
+    # Of SGD, or with a method fresh, the state of a client consists of stacked tensors only.
+    is_sgd = type(optimizer) is optim.SGD
+    is_sgd = is_sgd and not any(group["dampening"] for group in optimizer.param_groups)
+    if keep and not is_sgd and not hasattr(optimizer, "fresh"):
         return f"clients would share a part of the state of {name}, as they keep it"
     return None
 
 
-def is_kept_per_client(optimizer: Optimizer) -> bool:
-    """Return whether each client has a state of its own, of stacked tensors only.
+def why_not_apart(optimizer: Optimizer) -> str | None:
+    """Return the reason why a trial does not confirm that steps are elementwise, or None.
 
-    It has if the optimizer is SGD without dampening, or has a method ``fresh``; see :func:`fresh`.
+    Args:
+        optimizer: The optimizer, before its first step.
     """
-    is_sgd = type(optimizer) is optim.SGD
-    if is_sgd and not any(group["dampening"] for group in optimizer.param_groups):
-        return True
-    return hasattr(optimizer, "fresh")
+    name = type(optimizer).__name__
+    if type(optimizer) in ELEMENTWISE:
+        return None
+    try:  # each parameter has each shape once
+        is_apart = all(_is_apart(optimizer, shift) for shift in range(len(SHAPES)))
+    except Exception as error:  # of any optimizer
+        return f"the steps of {name} cannot be tried with other tensors ({first_line(error)})"
+    return None if is_apart else f"the steps of {name} mix the parameters of clients"
+
+
+def _is_apart(optimizer: Optimizer, shift: int) -> bool:
+    """Train tensors of 20 clients by a copy of an optimizer, and those of two of them by others.
+
+    Each copy gets the gradients and the sum of losses of its clients.
+    """
+    params, generator = params_of(optimizer), torch.Generator().manual_seed(0)
+    starts, grads = (
+        [
+            torch.randn(20, *SHAPES[(i + shift) % len(SHAPES)], generator=generator).to(p.device)
+            for i, p in enumerate(params)
+        ]
+        for _ in range(2)
+    )
+    losses = torch.rand(20, generator=generator)
+
+    def moves(rows: slice | int) -> list[Tensor]:
+        own = [nn.Parameter(start[rows].double()) for start in starts]
+        tried: Any = _copied_onto(dict(zip(map(id, params), own, strict=True)), optimizer)
+        for group in tried.param_groups:
+            group["lr"] = 0.1
+        for scale in (1.0, 1e3, 1e-3, 1.0):
+            for param, grad in zip(own, grads, strict=True):
+                param.grad = scale * grad[rows].double()
+            tried.step(closure=(scale * losses[rows].sum()).clone)
+        return [param.detach() - start[rows] for param, start in zip(own, starts, strict=True)]
+
+    alone = map(torch.stack, zip(moves(0), moves(1), strict=True))
+    pairs = zip(alone, moves(slice(20)), strict=True)
+    return all(torch.allclose(a, b[:2], 1e-5, 1e-5 * float(a.abs().max())) for a, b in pairs)
+
+
+def _copied_onto(params: Mapping[int, nn.Parameter], optimizer: Optimizer) -> Optimizer:
+    """Return a copy of an optimizer with other parameters, by the ``id`` of the originals."""
+    optimizers = with_inner(optimizer)
+    memo: dict[int, Any] = {id(each): object.__new__(type(each)) for each in optimizers}
+    memo |= params
+    for each in optimizers:  # without the wrapper of a scheduler, which counts steps
+        own = {name: value for name, value in vars(each).items() if name != "step"}
+        vars(memo[id(each)]).update(copy.deepcopy(own, memo))
+    copied: Optimizer = memo[id(optimizer)]
+    return copied
 
 
 def fresh(optimizer: Optimizer, param: Tensor, name: str) -> Tensor:
@@ -191,78 +480,3 @@ def fresh(optimizer: Optimizer, param: Tensor, name: str) -> Tensor:
     made = getattr(optimizer, "fresh", None)
     value: Tensor = torch.zeros_like(param) if made is None else made(param, name)
     return value.detach().clone()
-
-
-def trial(optimizer: Optimizer) -> tuple[bool, bool]:
-    """Return whether steps of stacked clients are those of each, and proportional to the rate.
-
-    Args:
-        optimizer: The optimizer, before its first step.
-    """
-    # Each parameter has each shape once.
-    found = [_trial(optimizer, shift) for shift in range(len(SHAPES))]
-    return all(is_apart for is_apart, _ in found), all(is_linear for _, is_linear in found)
-
-
-def _trial(optimizer: Optimizer, shift: int) -> tuple[bool, bool]:
-    """Train the tensors of 20 clients by a copy of an optimizer, and those of one client by others.
-
-    Each copy gets the gradients and the sum of losses of its clients.
-    """
-    params, generator = params_of(optimizer), torch.Generator().manual_seed(0)
-
-    def drawn(i: int, param: Tensor) -> Tensor:
-        shape = (20, *SHAPES[(i + shift) % len(SHAPES)])
-        dtype = torch.complex128 if param.is_complex() else torch.float64
-        return torch.randn(shape, generator=generator, dtype=dtype).to(param.device)
-
-    starts, grads = list(starmap(drawn, enumerate(params))), list(starmap(drawn, enumerate(params)))
-    losses = torch.rand(20, generator=generator)
-
-    def moves(rows: slice | int, rate: float, ratio: float = 1.0) -> list[Tensor]:
-        """Return the changes of the parameters after four steps, times a ratio each."""
-        own = [nn.Parameter(start[rows].clone()) for start in starts]
-        copied: Any = _copied_onto(
-            {id(p): new for p, new in zip(params, own, strict=True)}, optimizer
-        )
-        for group in copied.param_groups:
-            group["lr"] = rate
-        for scale in (1.0, 1e3, 1e-3, 1.0):
-            before = [param.detach().clone() for param in own]
-            for param, grad in zip(own, grads, strict=True):
-                param.grad = scale * grad[rows]
-            copied.step(closure=(scale * losses[rows].sum()).clone)
-            for param, old in zip(own, before, strict=True):
-                param.data = old + ratio * (param.detach() - old)
-        return [param.detach() - start[rows] for param, start in zip(own, starts, strict=True)]
-
-    def is_close(one: Tensor, other: Tensor) -> bool:
-        return torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
-
-    alone = map(torch.stack, zip(moves(0, 0.1), moves(1, 0.1), strict=True))
-    is_apart = all(map(is_close, alone, [move[:2] for move in moves(slice(20), 0.1)]))
-    halves = moves(slice(20), 0.1, ratio=0.5), moves(slice(20), 0.05)
-    return is_apart, all(map(is_close, *halves))
-
-
-def _copied_onto(params: Mapping[int, nn.Parameter], optimizer: Optimizer) -> Optimizer:
-    """Return a copy of an optimizer with other parameters and without state.
-
-    Args:
-        params: The new parameters, by the ``id`` of the originals.
-        optimizer: The optimizer, with its inner ones, before its first step.
-    """
-    memo: dict[int, Any] = dict(params)
-    optimizers = with_inner(optimizer)
-    for each in optimizers:
-        memo[id(each)] = object.__new__(type(each))
-    for each in optimizers:
-        for name, value in vars(each).items():
-            if name.startswith("_optimizer_"):
-                vars(memo[id(each)])[name] = OrderedDict()  # hooks
-            elif name == "state":
-                vars(memo[id(each)])[name] = defaultdict(dict)
-            elif name != "step":  # the wrapper of a scheduler, which counts steps
-                vars(memo[id(each)])[name] = copy.deepcopy(value, memo)
-    copied: Optimizer = memo[id(optimizer)]
-    return copied

@@ -7,12 +7,10 @@ from collections.abc import Collection, Sequence
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.errors import FederationError
 from lightning_fl.runners.local_tensors import matched_tensors
-from lightning_fl.runners.optimizer import evaluates_often
 
 
 def trained_parameters(
@@ -44,32 +42,6 @@ def trained_parameters(
         hint = ": name client-local ones in local_parameters" if phase.train == "local" else ""
         raise FederationError(f"a phase with train={phase.train!r} trains no parameter{hint}")
     return frozenset(names)
-
-
-def trained_in_phases(
-    phases: Sequence[Phase],
-    module: LightningModule,
-    local: Collection[str],
-    optimizers: Sequence[Optimizer],
-) -> list[frozenset[str]]:
-    """Return the names of the parameters that each phase trains.
-
-    Args:
-        phases: The phases.
-        module: The user's module.
-        local: Names of the client-local tensors.
-        optimizers: The optimizers of local training.
-
-    Raises:
-        FederationError: If a phase trains nothing, or an optimizer moves parameters without a
-            gradient.
-    """
-    if phases and (found := evaluates_often(optimizers)):  # with all parameters moved
-        raise FederationError(
-            f"phases do not support {type(found).__name__}, which moves parameters without a"
-            " gradient: choose another optimizer"
-        )
-    return [trained_parameters(phase, module, local) for phase in phases]
 
 
 class PhasedTraining:

@@ -8,8 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
@@ -31,10 +29,6 @@ class Padded(NamedTuple):
     sizes: Tensor
     is_full: bool = False
 
-    def counts(self) -> Tensor:
-        """Return the number of samples of each client, ``[k]``."""
-        return self.sizes
-
     def groups(self) -> list[tuple[Tensor, Any]]:
         """Return groups of clients with the same number of samples; see :meth:`Collated.groups`."""
         groups = []
@@ -54,20 +48,6 @@ class Collated(NamedTuple):
     """
 
     batches: Sequence[Any]
-
-    def counts(self) -> Tensor:
-        """Return the batch size of each client as Lightning infers it, ``[k]``."""
-        return torch.tensor([_batch_size(batch) for batch in self.batches])
-
-    def why_not_stacked(self) -> str | None:
-        """Return the reason why the batches cannot be stacked, or None."""
-        for leaf in tree_leaves([batch for batch in self.batches if batch is not None]):
-            if type(leaf) is not Tensor:
-                kind = type(leaf).__name__
-                return f"its batches contain a {kind}, but only tensors can be stacked"
-            if leaf.layout != torch.strided or leaf.is_nested:
-                return f"its batches contain a tensor of layout {leaf.layout}"
-        return None
 
     def groups(self) -> list[tuple[Tensor, Any]]:
         """Return groups of clients with batches of the same structure and shapes.
@@ -99,13 +79,6 @@ def copied(samples: Any) -> Any:
     )
 
 
-def _batch_size(batch: Any) -> int:
-    try:
-        return 0 if batch is None else extract_batch_size(batch)
-    except MisconfigurationException:  # no tensor in it
-        return 1
-
-
 class BatchSamples:
     """Split a Lightning batch into local steps.
 
@@ -120,11 +93,7 @@ class BatchSamples:
     """
 
     def __init__(
-        self,
-        batch: Any,
-        sizes: Tensor,
-        active: Tensor,
-        fetch: Callable[[int], Any] | None = None,
+        self, batch: Any, sizes: Tensor, active: Tensor, fetch: Callable[[int], Any] | None = None
     ) -> None:
         self._sizes, self._fetch = sizes, fetch
         self._batch, self._is_full = batch, list[bool]()
@@ -138,28 +107,16 @@ class BatchSamples:
         count = self._sizes.shape[1]
         if isinstance(self._batch, ClientBatches):
             return Collated(self._batch[step * count : (step + 1) * count])
-        if self._fetch is None or step == 0:
-            tensors = tree_map(lambda t: t[step], self._batch)
-        else:
-            fetched = self._fetch(step)
-            tensors = tree_map(lambda t: t.view(count, -1, *t.shape[1:]), fetched)
+        batch, at = self._batch, step
+        if self._fetch is not None and step:
+            batch, at = _by_step(self._fetch(step), 1, count), 0
+        tensors = tree_map(lambda t: t[at], batch)
         return Padded(tensors, self._sizes[step], self._is_full[step])
 
 
 def _by_step(batch: Any, steps: int, clients: int) -> Any:
     """Return tensors ``[steps * clients * B, ...]`` as ``[steps, clients, B, ...]``."""
-
-    def leaf(value: Any) -> Tensor:
-        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) % (steps * clients):
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise FederationError(
-                "a transfer hook of the data module or the precision plugin changed the number of"
-                f" samples: got {got} for {steps} local steps of {clients} clients. Remove the"
-                " hook, or train the module without VectorizedClients"
-            )
-        return value.view(steps, clients, len(value) // (steps * clients), *value.shape[1:])
-
-    return tree_map(leaf, batch)
+    return tree_map(lambda t: t.view(steps, clients, -1, *t.shape[1:]), batch)
 
 
 def check_batch(batch: Any) -> None:

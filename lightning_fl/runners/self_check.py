@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
-from torchmetrics import Metric
 
 from lightning_fl.errors import FederationError, first_line
 from lightning_fl.functional.randomness import rng_state, seeded_rng
@@ -27,9 +25,8 @@ from lightning_fl.hooks import attributes_set, call_hook, properties_set
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
 from lightning_fl.runners.module_copy import copied_module
-from lightning_fl.runners.optimizer import ELEMENTWISE, PROPORTIONAL, trial
 from lightning_fl.runners.samples import Collated, copied
-from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, is_equal, is_floating
+from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, is_equal
 
 #: Largest size of the parameters and buffers of a module that is copied, in bytes.
 MAX_BYTES = 2**26
@@ -39,15 +36,19 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16)
 SEED = 1_846_297_503
 #: Counts of a client, which a vectorized step must not read.
 COUNTS = ("global_step", "num_training_batches", "is_last_batch", "train_dataloader")
+#: A step's outcome without buffers, gradients of the trained parameters, and the parameters and
+#: buffers after the step and before it, of one client or stacked.
+Result = tuple[Outcome, Tensors, Tensors, Tensors]
 
 
 class OrderCheck:
-    """Warn if the training of the first client changes the first step of the second.
+    """Warn if a step of the first client changes the first step of the second.
 
     Parameters and buffers belong to a client, everything else on a module is shared by all clients.
-    At the second client, ``training_step`` runs on a deep copy of the module from before the first
-    client, and on one from now, both with the tensors, the batch and the random numbers of the
-    second client. If losses or gradients differ, a warning names ``lightning-fl check``.
+    At the first client, the module is copied twice. At the second client, one copy makes a step
+    with the batch of the first client, and then both make the first step of the second, with its
+    tensors and the same random numbers. If losses or gradients differ, a warning names
+    ``lightning-fl check``.
 
     Args:
         tensors: The tensors of the user's module.
@@ -64,9 +65,8 @@ class OrderCheck:
         elif is_on and not self.module.automatic_optimization:  # its copy would step our optimizers
             self._skip("optimizes manually")
         self._first: int | None = None
-        self._before: LightningModule | None = None
-        #: Attributes of the module and its parts after the first client.
-        self._after: list[dict[str, Any]] = []
+        self._copies = list[LightningModule]()
+        self._batch: Any = None
 
     def _skip(self, why: str) -> None:
         self.is_done = True
@@ -84,56 +84,33 @@ class OrderCheck:
         if self.is_done:
             return
         if self._first is None:
-            self._first, self._before = client, self._copied()
+            self._first, shared = client, self.tensors.constants.values()
+            try:
+                self._copies = [copied_module(self.module, shared) for _ in range(2)]
+                self._batch = copied(batch)
+            except Exception as error:  # locks, threads, tensors of a graph raise different kinds
+                self._skip(f"cannot be copied ({error})")
         elif client != self._first:
             self.is_done = True
-            if self._differs(batch):
+            self._step(self._copies[1], self._batch)
+            fresh, used = (self._step(each, batch) for each in self._copies)
+            self._copies = []
+            if fresh and used and not is_equal(fresh, used):
                 rank_zero_warn(
                     f"the training of the first client changes a step of the second: the"
                     f" training_step of {type(self.module).__name__} depends on state outside of"
                     " parameters and buffers, which all clients share. lightning-fl check names it"
                 )
-            self._before, self._after = None, []
 
-    def end_client(self) -> None:
-        """Note the attributes of the module after the first client."""
-        if not self.is_done and self._first is not None and not self._after:
-            self._after = [dict(vars(part)) for part in self.module.modules()]
-
-    def _copied(self) -> LightningModule | None:
-        try:
-            return copied_module(self.module, self.tensors.constants.values())
-        except Exception as error:  # locks, threads, tensors of a graph raise different kinds
-            self._skip(f"cannot be copied ({error})")
-            return None
-
-    def _differs(self, batch: Any) -> bool:
-        """Return whether the step depends on what the first client has left."""
-        before, now, again = self._before, self._copied(), self._copied()
-        if before is None or now is None or again is None:
-            return False
-        # What hooks and callbacks have set since then is meant for this client.
-        modules = (each.modules() for each in (self.module, before, again))
-        for part, of_before, of_again, after in zip(*modules, self._after, strict=False):
-            for name, value in vars(part).items():
-                if after.get(name, self) is not value and name != "_trainer":
-                    vars(of_before)[name] = vars(of_again)[name]
-        expected = self._step(now, batch)
-        if not expected or is_equal(expected, self._step(before, batch)):
-            return False
-        # The copy may share what was set since then with the one from before.
-        return is_equal(expected, self._step(self._copied(), batch))
-
-    def _step(self, module: LightningModule | None, batch: Any) -> list[Tensor]:
+    def _step(self, module: LightningModule, batch: Any) -> list[Tensor]:
         """Return loss and gradients of the step on a copy; empty if it fails."""
-        if module is None:
-            return []
         own, shared = vars(module), vars(self.module)
         own.update({k: shared[k] for k in (GLOBAL_PARAMETERS, HYPERPARAMETERS) if k in shared})
+        silent = attributes_set(self.module.trainer, {"_loggers": [DummyLogger()]})
         try:
-            _loaded(module, self.tensors.by_name)
-            silent = attributes_set(self.module.trainer, {"_loggers": [DummyLogger()]})
             with seeded_rng(0, self.module.device), torch.enable_grad(), silent:
+                _loaded(module, self.tensors.by_name)
+                call_hook(module, "on_client_start")
                 step = LocalStep(module, self.tensors.constants)
                 outcome, gradients = step.by_itself({}, copied(batch))
         except Exception:  # the step itself will fail
@@ -142,22 +119,6 @@ class OrderCheck:
 
 
 # --- vectorized clients ---------------------------------------------------------------------------
-
-
-class _Result(NamedTuple):
-    """Hold the results of a step: of one client, or stacked.
-
-    Args:
-        outcome: Its outcome, without buffers.
-        grads: Gradients of the trained parameters.
-        ends: Parameters and buffers after the step.
-        starts: The same before the step.
-    """
-
-    outcome: Outcome
-    grads: Tensors
-    ends: Tensors
-    starts: Tensors
 
 
 aten = torch.ops.aten
@@ -193,50 +154,33 @@ class VectorizedCheck:
 
     Args:
         tensors: The tensors of the user's module.
-        optimizer: The optimizer of the stacked parameters.
         batches: Batches of two clients.
     """
 
-    def __init__(
-        self,
-        tensors: ModuleTensors,
-        optimizer: torch.optim.Optimizer,
-        batches: Sequence[Any],
-    ) -> None:
+    def __init__(self, tensors: ModuleTensors, batches: Sequence[Any]) -> None:
         self.tensors, self.module = tensors, tensors.module
-        self.optimizer, self.batches = optimizer, list(batches)
+        self.batches = list(batches)
         constants = sum(param.nbytes for param in tensors.constants.values())
         #: Whether steps are compared in float64, in which frozen parameters are copied, too.
         self._is_wide = constants <= MAX_BYTES
         self.trained = [name for name, p in tensors.parameters.items() if p.requires_grad]
-        #: Floating-point operations of a client's step.
-        self.flops = 0.0
-        #: Whether a step of the optimizer is proportional to its learning rate.
-        self.is_linear = type(optimizer) in PROPORTIONAL
-
-    def count_flops(self) -> None:
-        """Count the operations of a step, in the module's own precision, which is faster."""
-        wide, self._is_wide = self._is_wide, False
-        with suppress(Exception):  # of the step; the check or the first step reports it
-            self._own(self._copied(), 0)
-        self._is_wide = wide
 
     def why_not(self) -> str | None:
         """Return the reason why the step cannot be vectorized, or None."""
-        if len(Collated(self.batches).groups()) > 1:  # of different shapes
-            self.batches[1] = self.batches[0]
         try:
             copies = self._copied(), self._copied(), self._copied()
         except Exception as error:  # locks, threads, tensors of a graph raise different kinds
             return f"it cannot be copied, to compare its steps ({first_line(error)})"
         try:
+            if len(Collated(self.batches).groups()) > 1:  # of different shapes
+                self.batches[1] = self.batches[0]
             return self._why_not(*copies)
         except FederationError as error:
             return str(error)
-        except Exception as error:  # an operation without vmap rule, or a mistake of the user
+        except Exception as error:  # other batches than of tensors, or no vmap rule, or a mistake
             return (
                 "training_step does not run under torch.func.vmap, which makes the steps of all"
-                f" clients at once ({first_line(error)})"
+                f" clients at once on stacked batches ({first_line(error)})"
             )
 
     def _copied(self) -> LightningModule:
@@ -252,39 +196,30 @@ class VectorizedCheck:
         except Exception:  # the step may not support double precision
             self._is_wide, first, second, mapped = False, *(self._copied() for _ in range(3))
             own = [self._own(first, 0)]
-        for metric, copied_one in zip(metrics_of(self.module), metrics_of(first), strict=False):
-            if metric._update_count != copied_one._update_count:
-                return f"training_step updates the metric {type(metric).__name__}"
         own.append(self._own(second, 1))
-        after_other = self._own(first, 1)
-        if not is_equal(_numbers(own[1]), _numbers(after_other)):
+        if not is_equal(_numbers(own[1]), _numbers(self._own(first, 1))):
             return "training_step depends on what an earlier step has left in an attribute"
-        starts = [result.starts for result in own]
-        for start, result in zip(starts, own, strict=True):
+        for *_, ends, start in own:
             for name in self.trained:
-                if not torch.equal(start[name], result.ends[name]):
+                if not torch.equal(start[name], ends[name]):
                     return f"training_step writes to the trained parameter {name}"
-        at_once = self._vectorized(mapped, starts)
+        stacked: Result = tree_map(lambda *t: torch.stack(t), *own)
+        at_once = self._vectorized(mapped, stacked[-1])
         for part in mapped.modules():
             for name, value in vars(part).items():
                 tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
                 if name[0] != "_" and any(map(is_functorch_wrapped_tensor, tensors)):
                     return f"training_step stores tensors in the attribute {name}"
         exactness = 1e-8 if self._is_wide else 1e-4
-        stacked = tree_map(lambda *t: torch.stack(t), *own)
         if not is_equal(_numbers(stacked), _numbers(at_once), exactness):
             return "its vectorized step gives different results"
-        if type(self.optimizer) not in ELEMENTWISE:
-            is_apart, self.is_linear = trial(self.optimizer)
-            if not is_apart:
-                return f"the steps of {type(self.optimizer).__name__} mix the parameters of clients"
         return None
 
     def _client(self, row: int) -> Tensors:
         """Return tensors of a client. Those of two differ, to reveal clients that are mixed up."""
         values = {n: self._wide(t.detach()) for n, t in self.tensors.by_name.items()}
         for name in self.tensors.parameters if row else ():
-            if is_floating(values[name]):
+            if values[name].is_floating_point():
                 values[name] = values[name] * (1 + 2 ** -(6 if name in self.trained else 7))
         return values
 
@@ -319,9 +254,9 @@ class VectorizedCheck:
             torch.enable_grad(),
             trainer.precision_plugin.train_step_context(),
         ):
-            yield LocalStep(module, constants, refuses_optimizer=True)
+            yield LocalStep(module, constants, is_of_all=True)
 
-    def _own(self, module: LightningModule, client: int) -> _Result:
+    def _own(self, module: LightningModule, client: int) -> Result:
         """Make a client's own step."""
         values, batch = self._client(client), tree_map(self._wide, self.batches[client])
         with self._conditions(module) as step:
@@ -330,44 +265,39 @@ class VectorizedCheck:
             self.trained = [name for name in self.tensors.parameters if tensors[name].requires_grad]
             starts = self._read(module)
             before = rng_state()
-            known = _Known()  # type: ignore[no-untyped-call]  # torch's base class has no types
-            with known, FlopCounterMode(display=False) as counter:
+            with _Known():  # type: ignore[no-untyped-call]  # torch's base class has no types
                 outcome, grads = step.by_itself(self._fixed(values), batch)
-            self.flops = float(counter.get_total_flops())
             after = rng_state()
         if before["python"] != after["python"] or str(before["numpy"]) != str(after["numpy"]):
             raise FederationError(
                 "training_step draws random numbers with Python or NumPy, which all clients would"
                 " share (draw them with torch)"
             )
-        return _Result(outcome, self._of_trained(grads, starts), self._read(module), starts)
+        return outcome, self._of_trained(grads, starts), self._read(module), starts
 
     def _read(self, module: LightningModule) -> Tensors:
         """Return a copy of the tensors of a copy of the module."""
         tensors = _loaded(module, {})
         return {name: tensors[name].detach().clone() for name in self.tensors.by_name}
 
-    def _vectorized(self, module: LightningModule, starts: list[Tensors]) -> _Result:
-        """Make the vectorized step of clients that start from some tensors."""
-        values = tree_map(lambda *t: torch.stack(t), *starts)
-        fixed = tree_map(
-            lambda *t: torch.stack(t), *(self._fixed(self._client(row)) for row in range(2))
-        )
+    def _vectorized(self, module: LightningModule, values: Tensors) -> Result:
+        """Make the vectorized step of clients that start from some tensors, ``[2, ...]``."""
+        fixed, batches = map(self._fixed, map(self._client, range(2))), self.batches
         params = {name: values[name].clone() for name in self.tensors.parameters}
         own: dict[str, Any] = {
             "params": {n: p.requires_grad_(n in self.trained) for n, p in params.items()},
             "buffers": {name: values[name] for name in self.tensors.buffers},
-            "fixed": fixed,
-            "batch": tree_map(lambda *t: torch.stack([*map(self._wide, t)]), *self.batches),
+            "fixed": tree_map(lambda *t: torch.stack(t), *fixed),
+            "batch": tree_map(lambda *t: torch.stack([*map(self._wide, t)]), *batches),
         }
         with self._conditions(module) as step:
             call_hook(module, "on_client_start")
-            how: dict[str, Any] = {"fixed_is_shared": False, "weight": None}
-            outcome = step.many(**own, **how, randomness="same")
-            step.many(**copied(own), **how)  # as in training, which random numbers may not support
+            outcome = step.many(**own, weight=None, randomness="same")
+            again = copied(own)  # as in training, which random numbers may not support
+            step.many(**again, weight=None)
         grads = self._of_trained(gradients_of(outcome.loss.sum(), params), values)
         ends = {n: p.detach() for n, p in params.items()} | outcome.buffers
-        return _Result(outcome._replace(buffers={}), grads, ends, values)
+        return outcome._replace(buffers={}), grads, ends, values
 
     def _of_trained(self, grads: Tensors, values: Tensors) -> Tensors:
         """Return the gradients of the trained parameters; 0 for those without one."""
@@ -380,14 +310,6 @@ def _loaded(module: nn.Module, values: Tensors) -> Tensors:
     for name, value in values.items():
         tensors[name].data.copy_(value)
     return tensors
-
-
-def metrics_of(module: nn.Module) -> Iterator[Metric]:
-    """Yield the metrics of a module, also those in attributes that are lists or dictionaries."""
-    for part in module.modules():
-        for value in tree_leaves(dict(vars(part))):
-            if isinstance(value, nn.Module):
-                yield from (each for each in value.modules() if isinstance(each, Metric))
 
 
 def _numbers(result: Any) -> list[Tensor]:

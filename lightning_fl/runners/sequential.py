@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fl.contracts.update import ServerState
-from lightning_fl.errors import FederationError
 from lightning_fl.runners.base import ClientRunner
-from lightning_fl.runners.client_optimizers import OPTIMIZER_ROWS, Rows
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import reported_loss
-from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, to_cpu
+from lightning_fl.runners.optimizer import OPTIMIZER_ROWS, Rows
+from lightning_fl.runners.tensors import GLOBAL_PARAMETERS
 
 
 class SequentialRunner(ClientRunner):
@@ -43,19 +42,6 @@ class SequentialRunner(ClientRunner):
         if self.tensors.wants_start:
             moved = {name: p.detach().clone() for name, p in self.shared.items()}
             vars(self.module)[GLOBAL_PARAMETERS] = vars(self.module)[GLOBAL_PARAMETERS] | moved
-
-    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Check what optimizers train, too; see :meth:`ClientRunner.check_optimizers`."""
-        super().check_optimizers(optimizers)
-        own = {id(parameter) for parameter in self.module.parameters()}
-        if strange := [p for _, p in self.optimizer_state.params() if id(p) not in own]:
-            name = type(self.module).__name__
-            raise FederationError(
-                f"the optimizer of {name} trains {len(strange)} tensors that are not parameters of"
-                f" {name} (the first one has the shape {list(strange[0].shape)}), so that clients"
-                " would not exchange them: assign each to an attribute as a nn.Parameter, or put"
-                " layers into a nn.ModuleList instead of a list"
-            )
 
     def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
         """Set numbers of the module; see :meth:`ClientRunner.set_hyperparameters`."""
@@ -90,4 +76,4 @@ class SequentialRunner(ClientRunner):
         self.adopt()
         tensors = self.tensors.by_name
         rows = {self.row_name(name): tensors[name].detach() for name in self.stored}
-        return [to_cpu({**rows, **self._optimizer_rows()})]
+        return [{name: t.cpu() for name, t in {**rows, **self._optimizer_rows()}.items()}]

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -22,24 +21,19 @@ class ModuleTensors:
     """Hold the parameters and buffers of a module, by name, at the start of a fit.
 
     Args:
-        module: The module. Its expanded buffers are copied, since they cannot be written to.
+        module: The module.
         constants: Parameters that all clients share, by name.
     """
 
     def __init__(self, module: LightningModule, constants: Mapping[str, nn.Parameter]) -> None:
         self.module, self.constants = module, dict(constants)
-        self._has_warned = False
         #: Buffers with their owners and names there, full names and shapes.
-        self._owned = []
-        for prefix, owner in module.named_modules():
-            for name, buffer in owner._buffers.items():
-                if buffer is None:
-                    continue
-                if 0 in buffer.stride():
-                    buffer = buffer.clone(memory_format=torch.contiguous_format)
-                    owner._buffers[name] = buffer
-                full_name = f"{prefix}.{name}".strip(".")
-                self._owned.append((owner, name, full_name, buffer, buffer.shape))
+        self._owned = [
+            (owner, name, f"{prefix}.{name}".strip("."), buffer, buffer.shape)
+            for prefix, owner in module.named_modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
         #: Parameters that differ between clients, by name.
         self.parameters = {
             name: p for name, p in module.named_parameters() if name not in self.constants
@@ -56,26 +50,21 @@ class ModuleTensors:
             FederationError: If the shape of a buffer has changed, or if its new values do not fit
                 into its dtype.
         """
-        changed = list[str]()
         for owner, name, full_name, buffer, shape in self._owned:
             if (now := owner._buffers[name]) is None:
                 continue
+            owner._buffers[name] = buffer
             # Another dtype would cut off fractions.
             if now.shape != shape or not torch.can_cast(now.dtype, buffer.dtype):
-                changed.append(
-                    f"{full_name} from {tuple(shape)}, {buffer.dtype}"
-                    f" to {tuple(now.shape)}, {now.dtype}"
-                )
                 buffer.data = buffer.new_zeros(shape)  # so that the global model can be restored
-            elif now is not buffer:
+                raise FederationError(
+                    f"{type(self.module).__name__} changed the shape or dtype of its buffer"
+                    f" {full_name} from {tuple(shape)}, {buffer.dtype} to {tuple(now.shape)},"
+                    f" {now.dtype}, so that clients cannot be averaged. Register the buffer with"
+                    " its final shape and dtype"
+                )
+            if now is not buffer:
                 buffer.copy_(now)
-            owner._buffers[name] = buffer
-        if changed:
-            raise FederationError(
-                f"{type(self.module).__name__} changed the shape or dtype of its buffer"
-                f" {changed[0]}, so that clients cannot be averaged. Register the buffer with its"
-                " final shape and dtype"
-            )
 
     def check_parameters(self) -> None:
         """Check that all parameters of the module are those of the start of the fit.
@@ -91,17 +80,6 @@ class ModuleTensors:
                     " during the fit, so that clients do not exchange it. Add it before the fit,"
                     " and write new values into it, as with param.data.copy_(values)"
                 )
-
-    def warn_of_late_buffers(self) -> None:
-        """Warn once of buffers that were registered during the fit and cannot be reset."""
-        late = [name for name, _ in self.module.named_buffers() if name not in self.buffers]
-        if late and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                f"{type(self.module).__name__} registered the buffer {late[0]} during the fit, so"
-                " that it is carried over from client to client and not averaged. Register it"
-                " before the fit, or run the module once on a sample before the fit"
-            )
 
     @property
     def wants_start(self) -> bool:
@@ -131,32 +109,9 @@ def overlapping(module: nn.Module) -> tuple[str, str] | None:
 # --- tensors as vectors ---------------------------------------------------------------------------
 
 
-def as_real(tensor: Tensor) -> Tensor:
-    """Return a tensor in which a complex number is two entries; it shares the memory."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def flat(tensor: Tensor) -> Tensor:
-    """Return a tensor as a vector; a complex number becomes two entries."""
-    return as_real(tensor.detach()).reshape(-1)
-
-
-def is_floating(tensor: Tensor) -> bool:
-    """Return whether a tensor is real or complex floating point, so that it can be averaged."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors on the CPU; one copy per dtype, since each copy waits for the device."""
-    found = dict(tensors)
-    away = {name: t.detach() for name, t in tensors.items() if t.device.type != "cpu"}
-    for dtype in {t.dtype for t in away.values()}:
-        alike = {name: t for name, t in away.items() if t.dtype == dtype}
-        copy = torch.cat([t.reshape(-1) for t in alike.values()]).cpu()
-        pieces = copy.split([t.numel() for t in alike.values()])
-        for (name, tensor), piece in zip(alike.items(), pieces, strict=True):
-            found[name] = piece.view(tensor.shape)
-    return found
+    """Return a tensor as a vector."""
+    return tensor.detach().reshape(-1)
 
 
 class TensorList:
@@ -172,18 +127,16 @@ class TensorList:
 
     def read(self) -> Tensor:
         """Return a copy, ``[sum of sizes]``."""
-        if not self.tensors:
-            return torch.zeros(0, dtype=self.dtype, device=self.device)
-        return torch.cat([flat(t).to(self.device) for t in self.tensors]).to(self.dtype)
+        empty = torch.zeros(0, dtype=self.dtype, device=self.device)
+        return torch.cat([flat(t) for t in self.tensors] or [empty]).to(self.dtype)
 
     @torch.no_grad()
     def write(self, vector: Tensor) -> None:
         """Copy a vector into the tensors."""
         if not self.tensors:
             return
-        plain = [as_real(t) for t in self.tensors]
-        rows = vector.split(self.sizes)
-        torch._foreach_copy_(plain, [r.view_as(t) for r, t in zip(rows, plain, strict=True)])
+        rows = zip(vector.split(self.sizes), self.tensors, strict=True)
+        torch._foreach_copy_(self.tensors, [row.view_as(tensor) for row, tensor in rows])
 
 
 # --- stacked tensors ------------------------------------------------------------------------------
@@ -191,16 +144,12 @@ class TensorList:
 
 def unflatten(rows: Tensor, like: Tensor) -> Tensor:
     """Return rows, ``[k, n]``, as a stack of tensors of the shape and dtype of another."""
-    shape = (len(rows), *like.shape)
-    if like.is_complex():
-        # A copy, since view_as_complex requires an even offset.
-        return torch.view_as_complex(rows.reshape(*shape, 2).clone()).to(like.dtype)
-    return rows.reshape(shape).to(like.dtype)
+    return rows.reshape(len(rows), *like.shape).to(like.dtype)
 
 
 def flatten(stack: Tensor) -> Tensor:
-    """Return a stack of tensors as rows, ``[k, n]``; a complex number becomes two entries."""
-    return as_real(stack.detach()).reshape(len(stack), -1)
+    """Return a stack of tensors as rows, ``[k, n]``."""
+    return stack.detach().reshape(len(stack), -1)
 
 
 def beside(values: Tensor, stack: Tensor) -> Tensor:

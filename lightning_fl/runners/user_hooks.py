@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
-from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from lightning_fl.hooks import overrides
@@ -36,7 +34,7 @@ HOOKS_AFTER_TRANSFER = (
 #: Per-step hooks of a module, which vectorized training does not call.
 STEP_HOOKS = (*TRANSFER_HOOKS, *HOOKS_AFTER_TRANSFER)
 _HOOKS = {
-    *(name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind)),
+    *(n for kind in (ModelHooks, DataHooks, CheckpointHooks) for n in vars(kind) if n[0] != "_"),
     *("validation_step", "test_step", "predict_step", "configure_callbacks"),
     *STEP_HOOKS,
 }
@@ -44,13 +42,7 @@ _HOOKS = {
 
 def hooks_of(module: LightningModule) -> list[str]:
     """Return the names of the hooks that a module overrides."""
-
-    def is_own(name: str) -> bool:
-        inherited = getattr(LightningModule, name, None)
-        own = vars(module).get(name) or getattr(type(module), name, None)
-        return callable(own) and own is not inherited
-
-    return [name for name in _HOOKS if is_own(name)]
+    return [name for name in _HOOKS if overrides(module, name, LightningModule)]
 
 
 def why_alone(module: LightningModule) -> str | None:
@@ -63,34 +55,13 @@ def why_alone(module: LightningModule) -> str | None:
     for part in module.modules():
         if isinstance(part, nn.Embedding) and (part.max_norm or part.padding_idx is not None):
             return "an Embedding with max_norm or padding_idx writes to its weights"
-    if hooked := hooked_parts(module):
-        return f"hooks of {hooked[0]} run in the backward pass"
+    kinds = "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"
+    for name, each in (*module.named_modules(), *module.named_parameters()):
+        if any(getattr(each, kind, None) for kind in kinds):
+            return f"hooks of {name} run in the backward pass"
     if names := overlapping(module):
         return f"its tensors {names[0]} and {names[1]} share memory"
     return None
-
-
-def hooked_parts(module: nn.Module) -> list[str]:
-    """Return the layers and parameters with hooks of the backward pass, which ``vmap`` skips."""
-    layers = [
-        f"the layer {name}"
-        for name, part in module.named_modules()
-        if part._backward_hooks or part._backward_pre_hooks
-    ]
-    return layers + [
-        f"the parameter {name}"
-        for name, param in module.named_parameters()
-        if param._backward_hooks or param._post_accumulate_grad_hooks
-    ]
-
-
-def changes_transfers(trainer: Trainer) -> bool:
-    """Return whether the precision plugin or the data module overrides the transfer of batches."""
-    plugin: Any = trainer.precision_plugin
-    data = trainer.datamodule  # type: ignore[attr-defined]  # set by the connector
-    return type(plugin).convert_input is not Precision.convert_input or any(
-        overrides(data, hook, LightningDataModule) for hook in TRANSFER_HOOKS
-    )
 
 
 def callbacks_with(hooks: Collection[str], trainer: Trainer) -> list[str]:

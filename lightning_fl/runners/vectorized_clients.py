@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 from lightning_fl.contracts.data import ClientBatches
 from lightning_fl.errors import FederationError, check_package
-from lightning_fl.hooks import attributes_set
+from lightning_fl.hooks import attributes_set, call_hook
 from lightning_fl.options import check_flag, check_integer
-from lightning_fl.runners.compiled import compiling_pays
+from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
 from lightning_fl.runners.groups import (
     client_bytes,
     clients_at_once,
@@ -25,20 +26,21 @@ from lightning_fl.runners.groups import (
     num_steps,
 )
 from lightning_fl.runners.local_tensors import split_tensors
-from lightning_fl.runners.optimizer import optimizers_in, restack, why_not_elementwise
+from lightning_fl.runners.optimizer import (
+    optimizers_in,
+    restack,
+    why_not_apart,
+    why_not_elementwise,
+)
 from lightning_fl.runners.samples import BatchSamples, each_of
 from lightning_fl.runners.self_check import MAX_BYTES, VectorizedCheck
+from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_module import StepModule
-from lightning_fl.runners.user_hooks import (
-    BATCH_HOOKS,
-    GRADIENT_HOOKS,
-    callbacks_with,
-    changes_transfers,
-    hooks_of,
-    why_alone,
-)
+from lightning_fl.runners.user_hooks import BATCH_HOOKS, callbacks_with, hooks_of, why_alone
 from lightning_fl.runners.vectorized_runner import VectorizedRunner
 
+#: Local steps of a run from which compiling pays: it takes some 10 s and saves 1 ms of a step.
+LONG_RUN = 10_000
 #: Methods of the module itself, if clients train one after another.
 OF_MODULE = ("training_step", "configure_optimizers")
 
@@ -113,7 +115,6 @@ class VectorizedClients(LightningModule):
         self.group_size, self.compiled = group_size, compile
         self.stack: dict[str, nn.Parameter] = {}
         self.runner: VectorizedRunner | None = None
-        self._has_warned_of_callbacks = False
         #: See :class:`~lightning_fl.callbacks.FederatedLoop`, which sets it.
         self.exchange_frozen = False
         self.local_patterns: Sequence[str] = ()
@@ -144,12 +145,11 @@ class VectorizedClients(LightningModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the wrapped module, unless the wrapper has one of that name."""
-        is_own = name in vars(self) or hasattr(type(self), name) or name == "module"
         is_made = vars(self).get("_is_made", False)
-        is_modules = is_made and not is_own
+        is_own = name in vars(self) or hasattr(type(self), name) or name == "module"
         if is_made and name == "_current_fx_name":
             self.module._current_fx_name = value  # self.log of the wrapped module reads it
-        if not is_modules or (name.startswith("_") and not hasattr(self.module, name)):
+        if not is_made or is_own or (name.startswith("_") and not hasattr(self.module, name)):
             super().__setattr__(name, value)
             return
         if isinstance(value, Tensor | nn.Module):
@@ -215,56 +215,46 @@ class VectorizedClients(LightningModule):
     def end_fit(self) -> None:
         """Forget the runner, and a reason that the next fit may not have."""
         self.runner = None
-        if self.reason is not None and (why := why_alone(self.module)) is None:
-            self.reason = why
+        if self.reason is not None and why_alone(self.module) is None:
+            self.reason = None
             for name in OF_MODULE:
                 vars(self).pop(name, None)
 
-    def decide(
-        self, batches: Sequence[Any], is_checked: bool, scale: float, steps: Callable[[], float]
-    ) -> None:
+    def decide(self, batches: Sequence[Any], is_checked: bool, steps: Callable[[], float]) -> None:
         """Decide before the first round whether clients are vectorized, and steps compiled.
 
         Args:
             batches: Batches of two clients.
             is_checked: Whether to compare vectorized steps with the module's own.
-            scale: Size of a step of all clients, as a multiple of a step with one of the batches.
             steps: Function that returns the number of steps in the run.
         """
         runner = self.runner
         assert runner is not None
-        is_alone, device = self._prefers_one(), self.device.type
+        is_alone = self.group_size == "auto" and self.device.type == "cpu"
+        is_alone = is_alone and has_convolutions(self.module)
+        compiles = bool(self.compiled)
+        if self.compiled == "auto":
+            is_fast = not is_alone or type(runner.optimizer) is torch.optim.SGD
+            compiles = is_fast and steps() >= LONG_RUN
         if not runner.phases.is_aligned:
             out_of_step = "clients change from phase to phase in different local steps"
             self.train_one_by_one(out_of_step, is_choice=True)
             return
-
-        def compiles(flops: float) -> bool:
-            if self.compiled != "auto":
-                return bool(self.compiled)
-            is_long = compiling_pays(flops * scale, steps(), device)
-            return is_long and (not is_alone or type(runner.optimizer) is torch.optim.SGD)
-
-        check = VectorizedCheck(runner.tensors, runner.optimizer, batches)
-        if is_alone and self.compiled == "auto" and is_checked:
-            check.count_flops()
-        if is_alone and not compiles(check.flops):
+        if is_alone and not compiles:
             faster = "on a CPU, this is faster for networks with convolutions"
             self.train_one_by_one(faster, is_choice=True)
             return
+        why = runner.why_hooked()
+        if why is None and is_checked:
+            why = why_not_apart(runner.optimizer)
         if is_checked and client_bytes(self.module, self.constants) > MAX_BYTES:
             rank_zero_info(f"{type(self.module).__name__} is too large to check vectorized steps")
-        elif is_checked and (why := check.why_not()):
+        elif is_checked and why is None:
+            why = VectorizedCheck(runner.tensors, batches).why_not()
+        if why is not None:
             self.train_one_by_one(why)
-            return
-        runner.is_linear = check.is_linear
-        if compiles(check.flops):
-            runner.vectorized.compile()
-
-    def _prefers_one(self) -> bool:
-        """Return whether ``group_size="auto"`` chooses groups of one client."""
-        is_auto = self.group_size == "auto"
-        return is_auto and self.device.type == "cpu" and has_convolutions(self.module)
+        elif compiles:
+            runner.compile()
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -339,20 +329,14 @@ class VectorizedClients(LightningModule):
         fetch, plan = None, data.plan()
         if plan.stepwise:
             position = self.trainer.fit_loop.epoch_loop.batch_idx
-            fetch = self._fetch(data.local_steps(plan.round, position))
+            fetch = partial(self._fetched, data.local_steps(plan.round, position))
         runner.batch = BatchSamples(batch, runner.sizes, runner.active, fetch)
 
-    def _fetch(self, fetch: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Return a function that fetches and transfers the batches of a local step."""
-        if self.device.type == "cpu" and not changes_transfers(self.trainer):
-            return fetch
-
-        def fetch_and_transfer(step: int) -> Any:
-            batch = self.trainer.precision_plugin.convert_input(fetch(step))
-            batch = self._on_before_batch_transfer(batch, dataloader_idx=0)
-            return self.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-        return fetch_and_transfer
+    def _fetched(self, fetch: Callable[[int], Any], step: int) -> Any:
+        """Fetch and transfer the batches of a local step."""
+        batch = self.trainer.precision_plugin.convert_input(fetch(step))
+        batch = self._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def on_client_start(self) -> None:
         """Call the module's hook once per client, on the client's own tensors."""
@@ -365,17 +349,13 @@ class VectorizedClients(LightningModule):
         self._call_for_each("on_client_end")
 
     def _call_for_each(self, name: str) -> None:
-        hook: Any = getattr(self.module, name, None)
-        if not callable(hook):
-            return
-        user = self.module
-        if self.runner is None or (isinstance(user, StepModule) and not user._uses_client(name)):
-            hook()
-            return
-        runner = self.runner
-        for row in range(runner.count):
-            with runner.client(row):
-                hook()
+        user, runner = self.module, self.runner
+        if runner is None or (isinstance(user, StepModule) and not user._uses_client(name)):
+            call_hook(user, name)
+        elif callable(getattr(user, name, None)):
+            for row in range(runner.count):
+                with runner.client(row):
+                    call_hook(user, name)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the clients' losses in one local step."""
@@ -383,13 +363,13 @@ class VectorizedClients(LightningModule):
         assert runner is not None
         assert runner.batch is not None
         step = runner.step
-        runner.vectorized.local.batch_idx = runner.steps_before + step
+        runner.local.batch_idx = runner.steps_before + step
         samples = runner.batch.samples(step)
         with attributes_set(runner, {"is_in_step": True}):
             total = runner.loss(samples)
         runner.evaluation += 1
         if step == len(runner.sizes) - 1 and runner.evaluation == runner.evaluations:
-            runner.logs.log(self.log, self.module)
+            runner.logs.log(self.log)
         return total
 
     def optimizer_step(
@@ -403,31 +383,20 @@ class VectorizedClients(LightningModule):
         if (runner := self.runner) is None or not len(runner.active):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return
-        seeing = callbacks_with(GRADIENT_HOOKS, self.trainer)
-        runner.may_update = not (seeing or self.trainer.gradient_clip_val or runner.phases)
-        if seeing and runner.count > 1 and not self._has_warned_of_callbacks:
-            self._has_warned_of_callbacks = True
-            rank_zero_warn(
-                f"{', '.join(seeing)}: hooks of the backward pass get the stacked gradients of"
-                f" {runner.count} clients, [clients, ...]. A hook that mixes clients, for example"
-                " by the norm of a tensor, changes results: lightning-fl check --columns vectorized"
-                " finds out"
-            )
-        # In the first batch, Lightning resets what a hook has logged if it logs again after another
-        # hook. Here, hooks are called in each local step.
-        connector: Any = self.trainer._logger_connector
-        connector._first_loop_iter = False
+        runner.may_update = not (self.trainer.gradient_clip_val or runner.phases)
         for step, active in enumerate(runner.active):
             runner.step, runner.evaluation = step, 0
             is_last = step + 1 == len(runner.active)
             before = runner.before_step(active)
-            if is_last or seeing or runner.moves_first:
+            if is_last or runner.moves_first:
                 optimizer.step(closure=optimizer_closure)
             else:
                 self._light_step(runner, optimizer)
             runner.after_step(before, active)
             if not is_last:  # Lightning itself steps the schedulers after the last local step
-                self._step_schedulers()
+                for config in self.trainer.lr_scheduler_configs:
+                    if config.interval == "step":
+                        self.lr_scheduler_step(config.scheduler, None)
         runner.step = 0
 
     def _light_step(
@@ -441,7 +410,7 @@ class VectorizedClients(LightningModule):
             param.grad = None
         with trainer.precision_plugin.train_step_context():
             loss = self.training_step(None, 0)
-        if runner.vectorized.has_updated:
+        if runner.has_updated:
             runner.end_step()
             return
         loss.backward()
@@ -450,12 +419,6 @@ class VectorizedClients(LightningModule):
             bare, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         )
         bare.step()
-
-    def _step_schedulers(self) -> None:
-        """Step the schedulers that count local steps."""
-        for config in self.trainer.lr_scheduler_configs:
-            if config.interval == "step":
-                self.lr_scheduler_step(config.scheduler, None)
 
     def configure_gradient_clipping(
         self,
@@ -470,3 +433,40 @@ class VectorizedClients(LightningModule):
             )
         elif gradient_clip_val:
             self.runner.clip(float(gradient_clip_val), gradient_clip_algorithm or "norm")
+
+
+def user_module(module: LightningModule) -> LightningModule:
+    """Return the user's module, unwrapped from :class:`VectorizedClients`."""
+    return module.module if isinstance(module, VectorizedClients) else module
+
+
+def client_runner(
+    module: LightningModule,
+    buffers: BufferPolicy,
+    optimizers: Sequence[torch.optim.Optimizer],
+    keep_optimizer: KeepOptimizer,
+    exchange_frozen: bool = False,
+    local_patterns: Sequence[str] = (),
+    otherwise: type[ClientRunner] = SequentialRunner,
+) -> ClientRunner:
+    """Return the runner of a module: vectorized for ``VectorizedClients``, otherwise sequential.
+
+    Args:
+        module: The user's module, or ``VectorizedClients`` of it.
+        buffers: How floating-point buffers are aggregated; see :class:`ClientRunner`.
+        optimizers: The optimizers of local training: one, unless the module optimizes manually.
+        keep_optimizer: Whether a client keeps its optimizer state between rounds.
+        exchange_frozen: Whether frozen parameters are exchanged; see
+            :class:`~lightning_fl.callbacks.FederatedLoop`.
+        local_patterns: Patterns of client-local parameters and buffers, in addition to those that
+            the module names.
+        otherwise: Class of the runner of other modules.
+    """
+    user = user_module(module)
+    constants, local = split_tensors(user, exchange_frozen, local_patterns)
+    if not isinstance(module, VectorizedClients) or module.reason is not None:
+        return otherwise(user, buffers, optimizers, keep_optimizer, constants, local)
+    module.runner = VectorizedRunner(
+        user, buffers, optimizers[0], keep_optimizer, module.constants, local, module.stack
+    )
+    return module.runner

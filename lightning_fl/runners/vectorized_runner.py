@@ -15,25 +15,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
-from lightning_fl.runners.client_optimizers import Rows
 from lightning_fl.runners.compiled import MOST_GRAPHS, Graphs, graph_of, shape_of, with_gradients
 from lightning_fl.runners.groups import knows_weights
-from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
-from lightning_fl.runners.logs import StepLogs
-from lightning_fl.runners.malloc import keep_freed_memory
-from lightning_fl.runners.optimizer import PROPORTIONAL, fresh, params_of, step_hooks_of
-from lightning_fl.runners.samples import BatchSamples, Collated, Padded, Samples
-from lightning_fl.runners.stacks import Stacks
-from lightning_fl.runners.tensors import (
-    beside,
-    flatten,
-    placed,
-    scattered,
-    select,
-    to_cpu,
-    unflatten,
+from lightning_fl.runners.local_step import LocalStep, Outcome, StepLogs, Tensors
+from lightning_fl.runners.optimizer import (
+    Rows,
+    fresh,
+    has_step_hooks,
+    is_proportional,
+    params_of,
 )
-from lightning_fl.runners.user_hooks import hooked_parts
+from lightning_fl.runners.samples import BatchSamples, Padded, Samples
+from lightning_fl.runners.stacks import Stacks, keep_freed_memory
+from lightning_fl.runners.tensors import beside, flatten, placed, scattered, select, unflatten
+from lightning_fl.runners.user_hooks import GRADIENT_HOOKS, callbacks_with, why_alone
 
 
 class VectorizedRunner(ClientRunner):
@@ -64,8 +59,14 @@ class VectorizedRunner(ClientRunner):
     ) -> None:
         super().__init__(module, buffers, [optimizer], keep_optimizer, constants, local)
         self.stacks = Stacks(self.tensors, params)
-        self.vectorized = VectorizedStep(self.stacks, optimizer)
-        self.logs = StepLogs(self.vectorized.local)
+        self.local = LocalStep(module, self.tensors.constants, is_of_all=True)
+        self.logs = StepLogs(self.local)
+        #: Whether smaller batches are padded with samples of weight 0.
+        self.weighted = knows_weights(module)
+        #: Compiled forms of the step, or None.
+        self.graphs: Graphs | None = None
+        #: Whether the last step has also updated the parameters, as a graph of SGD does.
+        self.has_updated = False
         if self.stacks.first.device.type == "cpu":
             keep_freed_memory()
         #: Number of samples, and whether the client still trains, per local step of the Lightning
@@ -75,8 +76,6 @@ class VectorizedRunner(ClientRunner):
         self.is_loaded = False
         #: Whether the module makes a local step.
         self.is_in_step = False
-        #: Whether a step of the optimizer is proportional to its learning rate.
-        self.is_linear = type(optimizer) in PROPORTIONAL
         #: The samples of the Lightning batch.
         self.batch: BatchSamples | None = None
         #: Number of closure evaluations per local step, and those done in the current step.
@@ -91,26 +90,21 @@ class VectorizedRunner(ClientRunner):
         #: Parameters before the optimizer step, if clients have different learning rates.
         self._start: list[Tensor] = []
 
-    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Check hooks, too; see :meth:`ClientRunner.check_optimizers`.
+    def why_hooked(self) -> str | None:
+        """Return the reason why hooks need one client after another, or None."""
+        if seeing := callbacks_with(GRADIENT_HOOKS, self.module.trainer):
+            return f"hooks of {', '.join(seeing)} see the gradients of a client"
+        if has_step_hooks(self.optimizer):
+            return f"{type(self.optimizer).__name__} has a step hook"
+        return why_alone(self.module)
 
-        Raises:
-            FederationError: If a hook of the optimizer would see the stacked parameters, or if a
-                parameter or a layer got a hook, which vectorized steps do not call.
-        """
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Check for hooks that came during the fit; see :meth:`ClientRunner.check_optimizers`."""
         super().check_optimizers(optimizers)
-        name, remedy = type(self.module).__name__, "train the module without VectorizedClients"
-        for hook in step_hooks_of(self.optimizer):
+        if why := self.why_hooked():
             raise FederationError(
-                f"the optimizer of {name} has a step hook"
-                f" ({getattr(hook, '__qualname__', hook)}). It would run once for the stacked"
-                f" parameters of all clients instead of once per client: {remedy}"
-            )
-        if hooked := hooked_parts(self.module):
-            raise FederationError(
-                f"a hook was registered on {hooked[0]} of {name} after VectorizedClients(module),"
-                f" and vectorized steps do not call it: register it in the constructor of {name},"
-                f" or {remedy}"
+                f"{type(self.module).__name__} trains many clients at once, and now {why}: register"
+                " hooks before the fit, or train the module without VectorizedClients"
             )
 
     # --- clients ----------------------------------------------------------------------------------
@@ -121,13 +115,6 @@ class VectorizedRunner(ClientRunner):
         self.adopt()
         self.is_loaded = True
         self.optimizer_state.reset()
-        known = {id(param) for param in self.stacks.params.values()}
-        if any(id(param) not in known for param in params_of(self.optimizer)):
-            raise FederationError(
-                "the optimizer has parameters that are not stacked: they were added after the start"
-                " of the fit or do not belong to the module. Train the module without"
-                " VectorizedClients"
-            )
         self.count = len(rows)
         self._set_rates(lr, state.vector)
         is_shared = state.vector.stride(0) == 0 and not self.restored_first
@@ -145,7 +132,7 @@ class VectorizedRunner(ClientRunner):
         ratios = self._ratios(lr)
         self._ratio, self._client_ratios = ratios[0], None
         if any(ratio != ratios[0] for ratio in ratios):
-            if not self.is_linear:
+            if not is_proportional(self.optimizer):
                 raise FederationError(
                     "vectorized clients cannot have different learning rates with"
                     f" {type(self.optimizer).__name__}, since its step is not proportional to the"
@@ -233,8 +220,8 @@ class VectorizedRunner(ClientRunner):
 
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the local tensors of each client, by name."""
-        kept = self._stored_stacks()
-        kept = to_cpu({**kept, **self._optimizer_rows()})
+        stacks = {**self._stored_stacks(), **self._optimizer_rows()}
+        kept = {name: stack.detach().cpu() for name, stack in stacks.items()}
         return [{key: stack[i] for key, stack in kept.items()} for i in range(self.count)]
 
     def _stored_stacks(self) -> Tensors:
@@ -244,8 +231,12 @@ class VectorizedRunner(ClientRunner):
 
     # --- a local step -----------------------------------------------------------------------------
 
+    def compile(self) -> None:
+        """Compile forward and backward pass into one graph per batch shape."""
+        self.graphs = Graphs(self.local, self.optimizer)
+
     def loss(self, samples: Samples) -> Tensor:
-        """Make the forward pass of all clients in the next local step.
+        """Make the forward pass of all clients, and update the buffers of those that still train.
 
         Args:
             samples: The samples of each client.
@@ -253,31 +244,98 @@ class VectorizedRunner(ClientRunner):
         Returns:
             The sum of losses, for the backward pass.
         """
-        active = self.active[self.step]
-        versions = [param._version for param in self.stacks.params.values()]
+        active, self.has_updated = self.active[self.step], False
         updates = self.may_update and self._client_ratios is None and not self.gradient_terms
-        total, outcome = self.vectorized.loss(samples, active, updates)
-        has_written = versions != [param._version for param in self.stacks.params.values()]
-        if self._client_ratios is not None and not self.moves_first and has_written:
-            self._note_start()
+        try:
+            total, outcome = self._losses(samples, active, updates)
+        except Exception as error:  # an operation without vmap rule, or a mistake of the user
+            error.add_note(
+                "If the step cannot be vectorized, resume from the last checkpoint without"
+                " VectorizedClients: --vectorize=null --ckpt_path=last"
+            )
+            raise
+        for name, buffer in outcome.buffers.items():
+            after = buffer.detach()
+            if not active.all():
+                after = torch.where(beside(active, after), after, self.stacks.buffers[name])
+            self.stacks.buffers[name] = after
         if self.step == 0:
             self.first_losses = outcome.task_loss
-        self.logs.note(outcome, samples, self.sizes[self.step], active)
+        self.logs.note(outcome, self.sizes[self.step], active)
         return total
+
+    def _losses(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
+        if isinstance(samples, Padded) and samples.is_full:
+            return self._all(samples.tensors, None, updates)
+        # A graph would also update clients that are done.
+        updates = updates and bool(active.all())
+        if isinstance(samples, Padded) and self.weighted and len(samples.sizes.unique()) > 1:
+            return self._all(samples.tensors, self._weights(samples), updates)
+        groups = samples.groups()
+        if len(groups) == 1 and len(groups[0][0]) == self.count:
+            return self._all(groups[0][1], None, updates)
+        outcomes, used = zip(*(self._some(*group) for group in groups), strict=True)
+        for what, names in (("uses", used), ("logs", [{*outcome.logs} for outcome in outcomes])):
+            if some := names[0].union(*names) - names[0].intersection(*names):
+                raise FederationError(
+                    f"it {what} {min(some)} for some clients only, as their batches differ"
+                )
+        total = torch.stack([outcome.loss.sum() for outcome in outcomes]).sum()
+        at = torch.cat([rows for rows, _ in groups])
+        return total, tree_map(lambda *t: scattered(torch.cat(t), at, self.count), *outcomes)
+
+    def _weights(self, samples: Padded) -> Tensor:
+        """Return the weights of the samples in the mean of their client, ``[k, B]``; 0 of padding.
+
+        Without weights, padding would change the means.
+        """
+        most, sizes = tree_leaves(samples.tensors)[0].shape[1], samples.sizes[:, None]
+        weight = (torch.arange(most) < sizes).double() / sizes
+        return placed(weight.to(self.stacks.first.dtype), self.stacks.first)
+
+    def _some(self, rows: Tensor, batch: Any) -> tuple[Outcome, set[str]]:
+        """Make the step of some clients; their batches are ``[len(rows), ...]``.
+
+        Returns:
+            The outcome, and the names of the parameters that get a gradient.
+        """
+        stacks = self.stacks
+        own = stacks.arguments(partial(select, rows=rows))
+        params: Tensors = own["params"]
+        outcome = self.local.many(**own, batch=batch, weight=None)
+        for name, param in stacks.params.items():  # the step may write, as an EMA teacher does
+            if params[name]._version:
+                with torch.no_grad():
+                    param.index_copy_(0, placed(rows, param), params[name].detach())
+        return outcome, graph_of(outcome.loss, params)
+
+    def _all(self, batch: Any, weight: Tensor | None, updates: bool) -> tuple[Tensor, Outcome]:
+        """Make the step of all clients; their batches are ``[k, ...]``."""
+        stacks, graphs = self.stacks, self.graphs
+        shape = "" if graphs is None else shape_of(batch)
+        own = stacks.arguments(lambda t: t) | {"batch": batch, "weight": weight}
+        params: Tensors = own.pop("params")
+        if graphs is not None and graphs.shapes.get(shape):
+            updates = updates and graphs.can_update
+            how = own | {"is_mapped": self.count > 1}
+            if (made := graphs.step(shape, updates, params, how)) is not None:
+                grads, outcome = made
+                self.has_updated = updates
+                return with_gradients(outcome.loss, stacks.params, grads), outcome
+        outcome = self.local.many(params, **own)
+        if graphs is not None and shape not in graphs.shapes and len(graphs.shapes) < MOST_GRAPHS:
+            graphs.note(shape, graph_of(outcome.loss, params), params)
+        return outcome.loss.sum(), outcome
 
     @torch.no_grad()
     def before_step(self, active: Tensor) -> Tensors:
         """Return the tensors that :meth:`after_step` restores for clients that are done."""
         if self._client_ratios is not None:
-            self._note_start()
+            params = self.stacks.params.values()
+            self._start = [p.detach().clone() for p in params if p.requires_grad]
         if active.all():
             return {}
         return {name: tensor.clone() for name, tensor in self._stepped().items()}
-
-    @torch.no_grad()
-    def _note_start(self) -> None:
-        """Record the parameters before the optimizer step, after writes of the module itself."""
-        self._start = [p.detach().clone() for p in self.stacks.params.values() if p.requires_grad]
 
     @torch.no_grad()
     def after_step(self, before: Tensors, active: Tensor) -> None:
@@ -291,21 +349,15 @@ class VectorizedRunner(ClientRunner):
             for now, start in zip(trained, self._start, strict=True):
                 now.copy_(start.lerp(now, beside(self._client_ratios, now).to(now.dtype)))
         for name, now in self._stepped().items() if before else ():
-            old = before[name] if name in before else self._fresh(name)
+            if (old := before.get(name)) is None:  # made since then, as a phase has begun
+                _, index, key = name.split(".", 2)
+                old = fresh(self.optimizer, params_of(self.optimizer)[int(index)], key)
             now.copy_(torch.where(beside(active, now), now, old))
 
     def _stepped(self) -> Tensors:
         """Return the tensors that a step changes: parameters, and optimizer state if it is kept."""
         params = {self.row_name(name): p.detach() for name, p in self.stacks.params.items()}
         return {**params, **self._optimizer_rows()}
-
-    def _fresh(self, row_name: str) -> Tensor:
-        """Return the initial value of an optimizer state.
-
-        A phase may begin, and create the state of its parameters, after some clients are done.
-        """
-        _, index, key = row_name.split(".", 2)
-        return fresh(self.optimizer, params_of(self.optimizer)[int(index)], key)
 
     def start_phases(self, ends: Tensor) -> None:
         """Start the phases of the clients; see :meth:`ClientRunner.start_phases`.
@@ -340,118 +392,3 @@ class VectorizedRunner(ClientRunner):
         scale = (value / (norms.norm(dim=0) + 1e-6)).clamp(max=1)
         for grad in grads:
             grad.mul_(beside(scale, grad))
-
-
-class VectorizedStep:
-    """Compute the losses of a local step of all clients, ready for the backward pass.
-
-    Args:
-        stacks: The tensors of the clients.
-        optimizer: The optimizer of the stacked parameters.
-    """
-
-    def __init__(self, stacks: Stacks, optimizer: torch.optim.Optimizer) -> None:
-        self.stacks, self.module, self.optimizer = stacks, stacks.module, optimizer
-        self.local = LocalStep(self.module, stacks.tensors.constants, refuses_optimizer=True)
-        #: Whether smaller batches are padded with samples of weight 0.
-        self.weighted = knows_weights(self.module)
-        #: Compiled forms of the step, or None.
-        self.graphs: Graphs | None = None
-        #: Whether the last step has also updated the parameters.
-        self.has_updated = False
-
-    def compile(self) -> None:
-        """Compile forward and backward pass into one graph per batch shape."""
-        self.graphs = Graphs(self.local, self.optimizer)
-
-    def loss(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
-        """Make the forward pass of all clients, and update the buffers of the active clients.
-
-        Args:
-            samples: The samples of each client.
-            active: Mask of the clients that still train, ``[k]``.
-            updates: Whether the step may also update the parameters, as SGD would.
-
-        Returns:
-            The sum of losses, for the backward pass, and the outcome of the step.
-        """
-        self.has_updated = False
-        try:
-            total, outcome = self._losses(samples, active, updates)
-        except Exception as error:  # an operation without vmap rule, or a mistake of the user
-            error.add_note(
-                "If the step cannot be vectorized, resume from the last checkpoint without"
-                " VectorizedClients: --vectorize=null --ckpt_path=last"
-            )
-            raise
-        for name, buffer in outcome.buffers.items():
-            after = buffer.detach()
-            if not active.all():
-                after = torch.where(beside(active, after), after, self.stacks.buffers[name])
-            self.stacks.buffers[name] = after
-        return total, outcome
-
-    def _losses(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
-        if isinstance(samples, Collated) and (why := samples.why_not_stacked()):
-            raise FederationError(why)
-        if isinstance(samples, Padded) and samples.is_full:
-            return self._all(samples.tensors, None, updates)
-        # A graph would also update clients that are done.
-        updates = updates and bool(active.all())
-        if isinstance(samples, Padded) and self.weighted and len(samples.sizes.unique()) > 1:
-            return self._all(samples.tensors, self._weights(samples), updates)
-        groups = samples.groups()
-        if len(groups) == 1 and len(groups[0][0]) == self.stacks.count:
-            return self._all(groups[0][1], None, updates)
-        outcomes, used = zip(*(self._some(*group) for group in groups), strict=True)
-        for what, names in (("uses", used), ("logs", [{*outcome.logs} for outcome in outcomes])):
-            if some := names[0].union(*names) - names[0].intersection(*names):
-                raise FederationError(
-                    f"it {what} {min(some)} for some clients only, as their batches differ"
-                )
-        total = torch.stack([outcome.loss.sum() for outcome in outcomes]).sum()
-        at = torch.cat([rows for rows, _ in groups])
-        return total, tree_map(lambda *t: scattered(torch.cat(t), at, self.stacks.count), *outcomes)
-
-    def _weights(self, samples: Padded) -> Tensor:
-        """Return the weights of the samples in the mean of their client, ``[k, B]``; 0 of padding.
-
-        Without weights, padding would change the means.
-        """
-        most, sizes = tree_leaves(samples.tensors)[0].shape[1], samples.sizes[:, None]
-        weight = (torch.arange(most) < sizes).double() / sizes
-        return placed(weight.to(self.stacks.first.dtype.to_real()), self.stacks.first)
-
-    def _some(self, rows: Tensor, batch: Any) -> tuple[Outcome, set[str]]:
-        """Make the step of some clients; their batches are ``[len(rows), ...]``.
-
-        Returns:
-            The outcome, and the names of the parameters that get a gradient.
-        """
-        stacks = self.stacks
-        own = stacks.arguments(partial(select, rows=rows))
-        params: Tensors = own["params"]
-        outcome = self.local.many(**own, batch=batch, weight=None)
-        for name, param in stacks.params.items():  # the step may write, as an EMA teacher does
-            if params[name]._version:
-                with torch.no_grad():
-                    param.index_copy_(0, placed(rows, param), params[name].detach())
-        return outcome, graph_of(outcome.loss, params)
-
-    def _all(self, batch: Any, weight: Tensor | None, updates: bool) -> tuple[Tensor, Outcome]:
-        """Make the step of all clients; their batches are ``[k, ...]``."""
-        stacks, graphs = self.stacks, self.graphs
-        shape = "" if graphs is None else shape_of(batch)
-        own = stacks.arguments(lambda t: t) | {"batch": batch, "weight": weight}
-        params: Tensors = own.pop("params")
-        if graphs is not None and graphs.shapes.get(shape):
-            updates = updates and graphs.can_update
-            how = own | {"is_mapped": stacks.count > 1}
-            if (made := graphs.step(shape, updates, params, how)) is not None:
-                grads, outcome = made
-                self.has_updated = updates
-                return with_gradients(outcome.loss, stacks.params, grads), outcome
-        outcome = self.local.many(params, **own)
-        if graphs is not None and shape not in graphs.shapes and len(graphs.shapes) < MOST_GRAPHS:
-            graphs.note(shape, graph_of(outcome.loss, params), params)
-        return outcome.loss.sum(), outcome

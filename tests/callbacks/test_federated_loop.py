@@ -250,7 +250,7 @@ def test_a_scheduler_of_steps_starts_every_client_where_the_round_starts(fit, st
 
 @pytest.mark.parametrize("options", [{"frequency": 2}, {"epochs": True}])
 def test_schedulers_of_steps_that_would_depend_on_the_order_are_refused(fit, stepwise, options):
-    with pytest.raises(FederationError, match="set frequency=1, and do not combine"):
+    with pytest.raises(FederationError, match="set frequency=1, do not combine"):
         fit(stepwise(**options))
 
 
@@ -508,14 +508,13 @@ def test_optimiser_state_belongs_to_the_client(fit, linear, state):
     assert module.net.weight.item() == pytest.approx(1 - 0.1 - kept)
 
 
-def test_complex_and_half_parameters_survive(fit, linear):
+def test_half_parameters_and_flags_survive(fit, linear):
     module = linear()
-    module.wave = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
     module.small = nn.Parameter(torch.tensor([0.1, 0.2], dtype=torch.bfloat16))
     module.register_buffer("flag", torch.tensor([True, False]))
     before = copy.deepcopy(module.state_dict())
     fit(module, FederatedLoop(), full_batches())
-    for name in ("wave", "small", "flag"):
+    for name in ("small", "flag"):
         assert torch.equal(module.state_dict()[name], before[name])
 
 
@@ -830,13 +829,11 @@ def test_trainer_options_that_break_rounds_are_refused(fit, foreign, options, me
     ("change", "message"),
     [
         (lambda m: setattr(m, "training_step", lambda self, dataloader_iter: 0), "dataloader_iter"),
-        (lambda m: setattr(m, "lazy", nn.LazyLinear(3)), r"\.lazy.weight is lazy or sparse"),
-        (
-            lambda m: m.register_buffer("graph", torch.eye(3).to_sparse()),
-            r"\.graph is lazy or sparse",
-        ),
+        (lambda m: setattr(m, "lazy", nn.LazyLinear(3)), r"\.lazy.weight is lazy"),
+        (lambda m: m.register_buffer("graph", torch.eye(3).to_sparse()), r"\.graph is lazy, spar"),
+        (lambda m: m.register_buffer("wave", torch.ones(2) * 1j), r"\.wave is .* or complex"),
     ],
-    ids=["dataloader_iter", "lazy", "sparse"],
+    ids=["dataloader_iter", "lazy", "sparse", "complex"],
 )
 def test_module_that_does_not_fit_is_refused(fit, foreign, change, message):
     module = foreign()
@@ -939,13 +936,12 @@ def test_a_loader_of_another_length_is_refused(fit, foreign, data):
 
 
 class SetsAnew(Counting):
-    """Counts as above, but by new tensors; keeps an infinite mask and an expanded buffer."""
+    """Counts as above, but by new tensors; keeps an infinite mask."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
         self.register_buffer("missing", torch.full((2,), torch.nan))
-        self.register_buffer("wide", torch.zeros(1).expand(4))
 
     def training_step(self, batch, batch_idx):
         self.seen = self.seen + len(batch[0])
@@ -954,7 +950,7 @@ class SetsAnew(Counting):
 
 
 @pytest.mark.filterwarnings("ignore:.*have no `validation_step`")
-def test_buffers_that_are_set_anew_infinite_or_expanded_are_federated_too(fit):
+def test_buffers_that_are_set_anew_or_infinite_are_federated_too(fit):
     data = FederatedDataModule(
         regression(24), partition=Skewed(), num_clients=3, batch_size=4, val_size=0
     )

@@ -23,7 +23,6 @@ from lightning_fl import ClientModule
 from lightning_fl.aggregators import PFNM, FedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.hooks import replaced
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import (
     DiscreteGaussianReinforce,
@@ -100,18 +99,6 @@ def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, wh
         torch.testing.assert_close(validated, by_hand(data, start, rounds), atol=1e-12, rtol=0)
 
 
-def test_a_vectorized_module_starts_from_what_it_wrote(fit, linear):
-    results = []
-    for group_size in (None, 3):
-        module = linear()
-        module.on_train_epoch_start = lambda module=module: shrink(module)
-        data = FederatedDataModule(regression(), regression(9), num_clients=3, batch_size=4)
-        user = VectorizedClients(module, 3, compile=False) if group_size else module
-        fit(user, FederatedLoop(seed=3), data)
-        results.append(module.net.weight.detach())
-    torch.testing.assert_close(*results, atol=1e-12, rtol=0)
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_write_before_a_round_is_made_once_when_the_round_is_resumed(fit, linear, data, tmp_path):
     class Save(L.Callback):
@@ -166,18 +153,6 @@ def test_the_hooks_of_a_module_are_its_own_again_after_a_fit(fit, linear, data, 
     assert set(vars(module)) - before <= {"_hparams"}  # Lightning's own
     assert type(runner) is kind
     assert runner.fit_loop.epoch_loop.automatic_optimization.run == run
-
-
-def test_a_replaced_method_shows_the_arguments_of_the_users():
-    class Owner:
-        def method(self, batch):
-            return batch
-
-    owner = Owner()
-    with replaced(owner, "method", lambda method: lambda batch: method(batch) + 1):
-        assert owner.method.__wrapped__.__func__ is Owner.method
-        assert owner.method(1) == 2
-    assert vars(owner) == {}
 
 
 # --- a client's own steps -------------------------------------------------------------------------
@@ -494,18 +469,6 @@ def test_a_schedule_ends_with_the_run_whoever_trains(fit, scheduled, data, blobs
     for one, two in zip(module.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two, atol=1e-12, rtol=0)
     assert [row["lr"] for row in others] == [row["lr"] for row in rows]
-
-
-@pytest.mark.filterwarnings("ignore:.*hooks of the backward pass get the stacked")
-def test_a_callback_that_looks_at_gradients_does_not_stop_the_schedule(fit, scheduled, data, blobs):
-    weights = []
-    for callbacks in ([], [type("Watch", (L.Callback,), {"on_after_backward": lambda *_: None})()]):
-        module = scheduled(linear_decay)
-        user = VectorizedClients(module, 4, compile=False)
-        federated = uneven(data, train=blobs(60))
-        fit(user, FederatedLoop(seed=3), federated, rounds=2, callbacks=callbacks)
-        weights.append(module.net[0].weight.detach())
-    torch.testing.assert_close(*weights, atol=1e-12, rtol=0)
 
 
 def test_a_plateau_of_steps_is_refused(fit, decaying, data):

@@ -1,7 +1,6 @@
 """Steps without calls of hooks that nobody overrides are Lightning's own steps."""
 
 import copy
-import functools
 from contextlib import nullcontext
 
 import lightning as L
@@ -15,7 +14,6 @@ from torch import nn
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
-from lightning_fl.runners.user_hooks import GRADIENT_HOOKS, callbacks_with
 from lightning_fl.types import FederationError
 from recorded import CALLBACK_HOOKS, recorded, steps_by_lightning
 
@@ -115,6 +113,14 @@ def federation(fit, module, lean, *callbacks, policy=None, phases=(), **options)
     return tensors, progress, logger.rows, rows, trainer.global_step
 
 
+def both(fit, make, *callbacks, **options):
+    """What a fit leaves with Lightning's steps and with lean ones; callbacks are made for each."""
+    return [
+        federation(fit, make, lean, *(each() for each in callbacks), **options)
+        for lean in (False, True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("module", "options"),
     [
@@ -166,9 +172,9 @@ def test_a_module_that_clips_by_itself_needs_no_option_of_the_trainer(fit):
         def configure_gradient_clipping(self, optimizer, *args, **kwargs):
             self.clip_gradients(optimizer, 0.01, "norm")
 
-    own = [federation(fit, Clipped, lean)[0] for lean in (False, True)]
-    free = federation(fit, Net, True)[0]
-    assert own[0] == own[1] != free
+    own = both(fit, Clipped)
+    assert own[0] == own[1]
+    assert own[0][0] != federation(fit, Net, True)[0]
 
 
 def test_a_hook_that_is_added_in_the_fit_is_called_from_the_next_round_on(fit):
@@ -192,9 +198,9 @@ def test_a_hook_that_logs_is_known_by_its_name(fit):
         def on_train_batch_end(self, *args):
             self.log("of_a_module", 2.0)
 
-    logged = [federation(fit, OfAModule, lean, Log())[2] for lean in (False, True)]
-    assert logged[0] == logged[1]
-    assert any("of_a_callback" in row and "of_a_module" in row for _, row in logged[0])
+    found = both(fit, OfAModule, Log)
+    assert found[0] == found[1]
+    assert any("of_a_callback" in row and "of_a_module" in row for _, row in found[0][2])
 
 
 class Optimized(Net):
@@ -211,13 +217,10 @@ class Lazy(torch.optim.SGD):
         return super().step()
 
 
-def test_an_optimizer_that_does_not_call_the_closure_is_refused_as_by_lightning(fit):
-    found = []
-    for lean in (False, True):
-        with pytest.raises(MisconfigurationException, match="closure hasn't been") as raised:
-            federation(fit, lambda: Optimized(Lazy), lean)
-        found.append(str(raised.value))
-    assert found[0] == found[1]
+@pytest.mark.parametrize("lean", [False, True])
+def test_an_optimizer_that_does_not_call_the_closure_is_refused_as_by_lightning(fit, lean):
+    with pytest.raises(MisconfigurationException, match="closure hasn't been"):
+        federation(fit, lambda: Optimized(Lazy), lean)
 
 
 class Graded(torch.optim.SGD):
@@ -229,23 +232,22 @@ class Graded(torch.optim.SGD):
 
 
 def test_an_optimizer_without_gradients_and_hooks_that_see_it(fit):
-    found = []
-    for lean in (False, True):
-        seen = []
+    seen = []
 
-        class Modes(L.Callback):
-            def on_after_backward(self, trainer, module, seen=seen):
-                seen.append(torch.is_grad_enabled())
+    class Modes(L.Callback):
+        def on_after_backward(self, trainer, module):
+            seen.append(torch.is_grad_enabled())
 
-            def on_before_optimizer_step(self, trainer, module, optimizer, seen=seen):
-                seen.append(torch.is_grad_enabled())
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            seen.append(torch.is_grad_enabled())
 
-            def on_train_batch_end(self, trainer, module, outputs, *args, seen=seen):
-                seen.append((list(outputs), outputs["loss"].item(), outputs["loss"].requires_grad))
+        def on_train_batch_end(self, trainer, module, outputs, *args):
+            seen.append((list(outputs), outputs["loss"].item(), outputs["loss"].requires_grad))
 
-        found.append((federation(fit, lambda: Optimized(Graded), lean, Modes()), seen))
+    found = both(fit, lambda: Optimized(Graded), Modes)
     assert found[0] == found[1]
-    assert {True, False} <= {each for each in found[0][1] if isinstance(each, bool)}
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+    assert {True, False} <= {each for each in seen if isinstance(each, bool)}
 
 
 class Overwritten(Net):
@@ -262,17 +264,16 @@ class Overwritten(Net):
 
 
 def test_a_callback_may_keep_a_loss_whose_memory_is_written_again(fit):
-    found = []
-    for lean in (False, True):
-        kept = []
+    kept = []
 
-        class Keeps(L.Callback):
-            def on_train_batch_end(self, trainer, module, outputs, *args, kept=kept):
-                kept.append(outputs["loss"])
+    class Keeps(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, *args):
+            kept.append(outputs["loss"])
 
-        found.append((federation(fit, Overwritten, lean, Keeps()), [float(k) for k in kept]))
+    found, losses = both(fit, Overwritten, Keeps), [float(loss) for loss in kept]
     assert found[0] == found[1]
-    assert len(set(found[0][1])) > 20
+    assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+    assert len(set(losses)) > 20
 
 
 @pytest.mark.parametrize("first", [0, 2])
@@ -293,11 +294,9 @@ def test_values_that_are_logged_in_some_steps_only(fit, first):
             seen.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
             seen.append(trainer._logger_connector._first_loop_iter)
 
-    found = []
-    for lean in (False, True):
-        seen.clear()
-        found.append((federation(fit, Module, lean, Reads()), list(seen)))
+    found = both(fit, Module, Reads)
     assert found[0] == found[1]
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -309,15 +308,13 @@ def test_a_module_that_ends_a_round(fit, stops):
                 return -1
             return None
 
-    found = []
+    if stops:
+        found = both(fit, Ends)
+        assert found[0] == found[1]
+        return
     for lean in (False, True):
-        if stops:
-            found.append(federation(fit, Ends, lean))
-        else:
-            with pytest.raises(FederationError, match="must not return -1") as raised:
-                federation(fit, Ends, lean)
-            found.append(str(raised.value))
-    assert found[0] == found[1]
+        with pytest.raises(FederationError, match="must not return -1"):
+            federation(fit, Ends, lean)
 
 
 class Halved(Net):
@@ -355,14 +352,6 @@ class Fetched(Net):
     ids=["backward", "optimizer_step", "zero_grad", "instance", "precision", "profiler"],
 )
 def test_other_steps_are_left_to_lightning(fit, steps_of_lightning, module, options):
-    found = [federation(fit, module, lean, **options)[:2] for lean in (False, True)]
+    found = [each[:2] for each in both(fit, module, **options)]
     assert len(steps_of_lightning) == 2 * 2 * 4 * 4
     assert found[0] == found[1]
-
-
-def test_a_hook_that_names_what_it_replaces_is_overridden(trainer):
-    plain, replaced = L.Callback(), L.Callback()
-    hook = functools.wraps(L.Callback.on_after_backward)(lambda *args: None)
-    replaced.on_after_backward = hook
-    assert not callbacks_with(GRADIENT_HOOKS, trainer(callbacks=[plain]))
-    assert callbacks_with(GRADIENT_HOOKS, trainer(callbacks=[plain, replaced]))

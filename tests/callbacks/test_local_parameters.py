@@ -161,7 +161,7 @@ def test_a_warning_names_the_evaluation_of_clients(run):
             {"policy": PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}])},
             "learns from contributions",
         ),
-        ({"aggregator": PFNM(), "patterns": HEAD}, "PFNM replaces the network .* as net.3.weight"),
+        ({"aggregator": PFNM(), "patterns": HEAD}, "PFNM replaces the network .* local_parameters"),
     ],
 )
 def test_patterns_that_do_not_fit_raise(fit, ragged, options, message):

@@ -94,13 +94,17 @@ class Two(L.LightningModule):
         return optimizers, halved
 
 
-def test_one_client_trains_as_in_plain_lightning(data):
+def test_the_check_of_a_federation_passes(data):
     def make():
         loop = FederatedLoop(buffers="average", optimizer_state="keep")
         return Run(GAN(), data(num_clients=3), loop, trainer={"limit_val_batches": 0})
 
-    (result,) = check_federation(make, columns=("plain",), steps=5)
-    assert result.outcome == "equal", result
+    columns = "order", "resume", "vectorized", "plain"
+    results = check_federation(make, columns=columns)
+    outcomes = [(result.column, result.outcome) for result in results]
+    expected = ["equal", "equal", "refused", "equal"]
+    assert outcomes == list(zip(columns, expected, strict=True)), results
+    assert results[2].detail.endswith("not at once: it optimizes manually")
 
 
 @pytest.mark.filterwarnings(ALONE)

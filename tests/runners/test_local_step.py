@@ -2,12 +2,10 @@
 
 import copy
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchmetrics import MeanMetric
 
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.step_module import StepModule
@@ -20,8 +18,7 @@ class Module(StepModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.federated_global_parameters, self._sample_weight, self.notes = {}, None, []
-        self.metric = MeanMetric()
+        self.federated_global_parameters, self._sample_weight = {}, None
 
     def training_step(self, batch, batch_idx):
         self.seen = self.seen + 1
@@ -36,7 +33,7 @@ class Module(StepModule):
         return {"loss": loss, "extra": 1}
 
     def _record(self, loss, count):
-        self.notes.append((loss, count))
+        pass
 
 
 @pytest.fixture
@@ -45,7 +42,7 @@ def module():
     return Module().double()
 
 
-def given(module, k=3, b=6, fixed=None, weight=False):
+def given(module, k, fixed, weight, b=6):
     """Tensors of k clients: parameters and buffers that differ, samples, and the rest."""
     random = torch.Generator().manual_seed(1)
 
@@ -61,19 +58,16 @@ def given(module, k=3, b=6, fixed=None, weight=False):
         "x": torch.randn(k, b, 4, generator=random, dtype=torch.float64),
         "y": torch.randint(3, (k, b), generator=random),
     }
-    one = dict(module.named_parameters())
-    fixed = {None: {}, "shared": {n: p.detach() + 1 for n, p in one.items()}, "own": {
-        n: p + 1 for n, p in params.items()}}[fixed]  # fmt: skip
+    fixed = {n: p + 1 for n, p in params.items()} if fixed else {}
     weights = torch.rand(k, b, generator=random, dtype=torch.float64) if weight else None
     return params, buffers, fixed, batch, weights
 
 
-def each(tensors, row, fixed):
+def each(tensors, row):
     """One client of what :func:`given` returned."""
-    params, buffers, start, batch, weight = tensors
-    start = {n: t[row] for n, t in start.items()} if fixed == "own" else start
-    params, buffers, batch = ({n: t[row] for n, t in d.items()} for d in (params, buffers, batch))
-    return params, buffers, start, batch, None if weight is None else weight[row]
+    *stacks, weight = tensors
+    own = [{n: t[row] for n, t in stack.items()} for stack in stacks]
+    return *own, None if weight is None else weight[row]
 
 
 def as_it_is(module, tensors):
@@ -89,20 +83,17 @@ def as_it_is(module, tensors):
     return loss.detach(), grads, dict(copied.named_buffers())
 
 
-CASES = [(f, w) for f in (None, "shared", "own") for w in (False, True)]
-
-
 @pytest.mark.parametrize(("k", "is_mapped"), [(1, False), (1, True), (3, True)])
-@pytest.mark.parametrize(("fixed", "weight"), CASES)
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("weight", [False, True])
 def test_the_step_of_many_is_the_step_of_each(module, k, is_mapped, fixed, weight):
-    tensors = given(module, k, fixed=fixed, weight=weight)
+    tensors = given(module, k, fixed, weight)
     leaves = {n: p.clone().requires_grad_() for n, p in tensors[0].items()}
-    how = {"fixed_is_shared": fixed != "own", "is_mapped": is_mapped}
-    found = LocalStep(module).many(leaves, *tensors[1:], **how)
+    found = LocalStep(module).many(leaves, *tensors[1:], is_mapped=is_mapped)
     found.loss.sum().backward()
     assert found.loss.shape == (k,)
     for row in range(k):
-        loss, grads, buffers = as_it_is(module, each(tensors, row, fixed))
+        loss, grads, buffers = as_it_is(module, each(tensors, row))
         close = {"atol": 1e-12, "rtol": 0}
         torch.testing.assert_close(found.loss[row].detach(), loss, **close)
         torch.testing.assert_close(found.logs["loss"][0][row], loss, **close)
@@ -113,51 +104,3 @@ def test_the_step_of_many_is_the_step_of_each(module, k, is_mapped, fixed, weigh
         for name, buffer in buffers.items():
             torch.testing.assert_close(found.buffers[name][row], buffer, **close)
     assert found.logs["two"][0].tolist() == [2.0] * k
-
-
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("error", [False, True])
-def test_nothing_of_it_stays(module, k, error):
-    tensors = given(module, k=k, fixed="own", weight=True)
-    step, state = LocalStep(module), copy.deepcopy(module.state_dict())
-    before = [{n: t.clone() for n, t in part.items()} for part in tensors[:3]]
-    attributes, parameters = dict(vars(module)), dict(module.named_parameters())
-    if error:
-        tensors[3]["y"] = tensors[3]["y"].float()
-        with pytest.raises(RuntimeError):
-            step.many(*tensors, fixed_is_shared=False)
-    else:
-        step.many(*tensors, fixed_is_shared=False)
-    assert all(torch.equal(module.state_dict()[name], state[name]) for name in state)
-    assert vars(module).keys() == attributes.keys()
-    assert module.federated_global_parameters == {}
-    assert module._sample_weight is None
-    assert module.notes == []
-    assert module.log == attributes.get("log", module.log)
-    assert all(p is parameters[n] for n, p in module.named_parameters())
-    for part, then in zip(tensors[:3], before, strict=True):
-        assert all(torch.equal(t, then[n]) for n, t in part.items())
-
-
-def test_a_module_without_such_attributes_does_not_get_them(module):
-    class Plain(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(4, 3)
-
-        def training_step(self, batch, batch_idx):
-            assert not {"_sample_weight", "_record"} & vars(self).keys()
-            return F.cross_entropy(self.net(batch["x"]), batch["y"])
-
-    plain = Plain().double()
-    params, _, _, batch, _ = given(module)
-    params = {n: torch.stack([p.detach()] * 3) for n, p in plain.named_parameters()}
-    found = LocalStep(plain).many(params, {}, {}, batch, None, fixed_is_shared=True)
-    assert found.recorded == found.logs == found.buffers == {}
-    assert found.loss.shape == (3,)
-
-
-def test_options_of_what_is_logged_are_kept(module):
-    step = LocalStep(module)
-    step.many(*given(module), fixed_is_shared=True)
-    assert step.log_options == {"loss": {"on_epoch": True}, "two": {}}

@@ -1,12 +1,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, spectral_norm
+from torch.nn.utils import parametrizations, spectral_norm
 
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import ByLabel
-from lightning_fl.runners.spectral_norm import refine_singular_vectors
 
 
 @pytest.mark.parametrize("normalized", [parametrizations.spectral_norm, spectral_norm])
@@ -22,35 +21,6 @@ def test_the_aggregated_model_has_a_spectral_norm_of_one(fit, data, normalized, 
     layer.eval()
     layer(torch.zeros(1, 6, dtype=torch.float64))  # the older form sets the weight here
     assert float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) == pytest.approx(1, abs=1e-3)
-
-
-class Columns(nn.Module):
-    """Scale the columns of a weight."""
-
-    def forward(self, weight):
-        return weight * torch.arange(1.0, weight.shape[1] + 1)
-
-
-@pytest.mark.parametrize("before", ["weight_norm", "own"])
-def test_singular_vectors_fit_the_weight_that_is_normalized(before):
-    """Other parametrizations of the same weight may come first, also those of several tensors."""
-    torch.manual_seed(0)
-    layer = nn.Linear(4, 3)
-    if before == "own":
-        parametrize.register_parametrization(layer, "weight", Columns())
-    else:
-        parametrizations.weight_norm(layer)
-    parametrizations.spectral_norm(layer)
-    layer.parametrizations.weight[1]._u.mul_(0.5)
-    layer.eval()
-    refine_singular_vectors(layer)
-    assert float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) == pytest.approx(1, abs=1e-3)
-
-
-def test_other_parametrizations_have_no_singular_vectors(fit, data):
-    net = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 3))).double()
-    module = ClientModule(net, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
-    assert fit(module, FederatedLoop(buffers="average"), data()).round == 3
 
 
 @pytest.mark.parametrize("normalized", [parametrizations.spectral_norm, spectral_norm])

@@ -28,13 +28,13 @@ def test_a_parameter_that_was_added_or_replaced_is_refused(fit, wrap, name):
     fit(wrap(made), FederatedLoop(), samples(), rounds=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
 def test_a_stack_is_rows_and_back(shape, dtype):
     like = torch.zeros(shape, dtype=dtype)
     stack = torch.arange(4.0).view(4, *[1] * len(shape)).expand(4, *shape).to(dtype)
     rows = flatten(stack)
-    assert rows.shape == (4, like.numel() * (1 + like.is_complex()))
+    assert rows.shape == (4, like.numel())
     assert torch.equal(unflatten(rows, like), stack)
 
 
