@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -30,7 +30,7 @@ from lightning_fl.datamodules.loader import Batches, Collate, Workers, round_loa
 from lightning_fl.datamodules.split_datamodule import SplitDataModule
 from lightning_fl.datamodules.splits import Split, split_samples
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, in_memory, subset
-from lightning_fl.errors import FederationError
+from lightning_fl.errors import FederationError, check_package
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number, is_list
 from lightning_fl.partition import IID, Partition
@@ -195,6 +195,16 @@ class FederatedDataModule(SplitDataModule):
     def from_hf(dataset: Any, **options: Any) -> FederatedDataModule:
         """Split a data set of the package ``datasets``; see :class:`FromHuggingFace`."""
         return kinds.FromHuggingFace(dataset, **options)
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """Trainer; set by Lightning at the start of a fit or test."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        check_package(trainer, Trainer)  # whose own error would not say why
+        self._trainer = trainer
 
     def teardown(self, stage: str) -> None:
         """End the loader processes."""

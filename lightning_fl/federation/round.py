@@ -490,6 +490,9 @@ class Round:
             where.append("during aggregation")
         elif (step := self.step) is not None and step.rows:
             clients = self.plan.clients[list(step.rows)].tolist()
-            where.append(list_clients(clients, self.fit.data.client_names))
-            where.append(f"local step {step.start + 1}")
+            where.append(list_clients(clients, self.fit.data.client_names, len(clients)))
+            first, last = step.start + 1, step.start + step.steps
+            where.append(
+                f"local steps {first} to {last}" if last > first else f"local step {first}"
+            )
         return ", ".join(where)

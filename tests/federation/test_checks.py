@@ -145,7 +145,6 @@ class Old(old.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 def test_a_trainer_of_pytorch_lightning_is_refused_by_name(data):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = old.Trainer(max_epochs=1, accelerator="cpu", callbacks=[FederatedLoop()], **quiet)
