@@ -783,14 +783,11 @@ def test_early_stopping_ends_and_the_best_checkpoint_is_what_was_validated(fit, 
 
 def test_hooks_of_the_module_are_called_once_a_client(fit, foreign):
     module = foreign()
-    module.calls = []
-    for name in (
-        "on_client_start",
-        "on_client_end",
-    ):  # methods, of which the first check has copies
+    module.calls, names = [], ("on_client_start", "on_client_end")
+    for name in names:  # methods, since the check of the first round calls those of its copies
         setattr(module, name, MethodType(lambda self, name=name: self.calls.append(name), module))
     fit(module, rounds=1)
-    assert module.calls == ["on_client_start", "on_client_end"] * 4
+    assert module.calls == [*names] * 4
 
 
 # --- what is refused at the start -----------------------------------------------------------------
