@@ -202,9 +202,11 @@ class ClientFaults(OnUpdates):
         return self.seconds_of(plan.seed, plan.round, client, steps)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the virtual time after a synchronous round; else the sampler knows it."""
-        plan = self._loop.plan_of_the_round
-        if plan is not None and not self._loop.options.sampler.is_asynchronous:
+        """Log the virtual time after a synchronous round; else the sampler does."""
+        plan, sampler = self._loop.plan_of_the_round, self._loop.options.sampler
+        if plan is not None and sampler.is_asynchronous:
+            self.virtual_time = sampler.metrics(plan.round)["virtual_time"]
+        elif plan is not None:
             self.virtual_time += self._duration(plan)
             pl_module.log("virtual_time", self.virtual_time)
 

@@ -21,7 +21,7 @@ CANDIDATES = [{"num_steps": 1}, {"num_steps": 3}]
 GRID = {"lr": [0.05, 0.1], "num_steps": [1, 2, 3]}
 #: Options of those that need some.
 OPTIONS = {
-    "AFL": {"gamma": 0.1, "output": "average"},
+    "AFL": {"gamma": 0.1},
     "ClusteredFL": {"eps1": 99.0, "eps2": 0.0, "warmup": 0, "min_size": 2},
     "DPFedAvg": {"noise_multiplier": 0.5, "clip_norm": 0.1},
     "FedDyn": {"alpha": 0.1},

@@ -305,7 +305,6 @@ def test_client_of_another_version_is_refused():
     [
         ({"seed": 3}, "seed is not an option of a client, which has optimizer_state, buffers"),
         ({"optimizer_state": "keeps"}, "optimizer_state must be"),
-        ({"aggregator": Scaffold}, r"aggregator must be a Aggregator, got .*: write Scaffold\(\)"),
         ({"trainer": {"max_epochs": 3}}, "cannot have max_epochs: the server says"),
         ({"trainer": {"callbacks": []}}, "cannot have callbacks: the server says"),
         ({"trainer": {"fast_dev_run": True}}, "cannot have fast_dev_run: the server says"),

@@ -206,6 +206,7 @@ def test_a_client_that_is_lost_learns_nothing_from_a_shared_reward():
     assert not policy.logits[1].any()
 
 
+@pytest.mark.filterwarnings("ignore:dropped")
 @pytest.mark.parametrize("method", [pytest.param("contribution", marks=pytest.mark.slow), "reward"])
 def test_a_setting_that_diverges_is_unlearnt(fit, data, method):
     policy = PersonalizedPolicyGradient(

@@ -258,6 +258,6 @@ def test_matching_needs_the_updates_of_all_parameters(fit, data):
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     net[0].requires_grad_(False)
     module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-    refused = pytest.raises(FederationError, match="PFNM requires the updates of all parameters")
+    refused = pytest.raises(FederationError, match=r"PFNM .* needs updates of all")
     with frozen_once(), refused:
         fit(module, FederatedLoop(PFNM(), seed=1), data(), rounds=1)
