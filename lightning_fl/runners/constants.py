@@ -154,6 +154,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach()
         sha.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        for piece in flat(tensor).contiguous().view(torch.uint8).split(2**26):  # copied to the CPU one by one
+        data = flat(tensor).contiguous().view(torch.uint8)
+        for piece in data.split(2**26):  # copied to the CPU one by one
             sha.update(piece.cpu().numpy())
     return sha.hexdigest()

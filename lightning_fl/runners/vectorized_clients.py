@@ -39,8 +39,9 @@ from lightning_fl.runners.step_module import StepModule
 from lightning_fl.runners.user_hooks import BATCH_HOOKS, callbacks_with, hooks_of, why_alone
 from lightning_fl.runners.vectorized_runner import VectorizedRunner
 
-#: Local steps of a run from which compiling pays: it takes some 10 s and saves 1 ms of a step.
-LONG_RUN = 10_000
+#: Number of steps of a run from which on compiling pays: of any network, and of one with
+#: convolutions, whose steps take longer.
+LONG_RUN, LONG_RUN_OF_CONVOLUTIONS = 10_000, 1_000
 #: Methods of the module itself, if clients train one after another.
 OF_MODULE = ("training_step", "configure_optimizers")
 
@@ -230,12 +231,12 @@ class VectorizedClients(LightningModule):
         """
         runner = self.runner
         assert runner is not None
-        is_alone = self.group_size == "auto" and self.device.type == "cpu"
-        is_alone = is_alone and has_convolutions(self.module)
+        convolves = has_convolutions(self.module)
+        is_alone = self.group_size == "auto" and self.device.type == "cpu" and convolves
         compiles = bool(self.compiled)
         if self.compiled == "auto":
             is_fast = not is_alone or type(runner.optimizer) is torch.optim.SGD
-            compiles = is_fast and steps() >= LONG_RUN
+            compiles = is_fast and steps() >= (LONG_RUN_OF_CONVOLUTIONS if convolves else LONG_RUN)
         if not runner.phases.is_aligned:
             out_of_step = "clients change from phase to phase in different local steps"
             self.train_one_by_one(out_of_step, is_choice=True)

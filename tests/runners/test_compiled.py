@@ -5,9 +5,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from lightning_fl import ClientModule
+from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.objectives import WeightDivergence
+from lightning_fl.policies import Schedule
+from lightning_fl.runners import vectorized_clients
 from lightning_fl.runners.compiled import (
     Graphs,
     compiled,
@@ -15,6 +19,7 @@ from lightning_fl.runners.compiled import (
     sgd_step,
 )
 from lightning_fl.runners.local_step import LocalStep
+from lightning_fl.runners.vectorized_runner import VectorizedRunner
 
 SGD = {
     "plain": {},
@@ -187,3 +192,24 @@ def test_a_step_is_compiled_as_a_whole():
 
 
 LABELS = torch.tensor([[0, 1, 1, 0]])
+
+
+CONVOLVES = nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "long_run", "is_compiled"),
+    [((nn.Linear(6, 3),), 13, False), ((nn.Linear(6, 3),), 12, True), (CONVOLVES, 999, True)],
+)
+def test_long_runs_are_compiled_and_those_of_convolutions_sooner(
+    fit, data, monkeypatch, layers, long_run, is_compiled
+):
+    """Two groups of clients make three steps in two rounds."""
+    compiled = []
+    monkeypatch.setattr(VectorizedRunner, "compile", lambda runner: compiled.append(runner))
+    monkeypatch.setattr(vectorized_clients, "LONG_RUN", long_run)
+    monkeypatch.setattr(vectorized_clients, "LONG_RUN_OF_CONVOLUTIONS", 12)
+    module = ClientModule(nn.Sequential(*layers), optimizer=partial(torch.optim.SGD, lr=0.1))
+    loop = FederatedLoop(policy=Schedule(num_steps=3), seed=1)
+    fit(VectorizedClients(module.double(), group_size=2), loop, data(), rounds=2)
+    assert bool(compiled) == is_compiled
