@@ -57,6 +57,10 @@ HETEROGENEITY: Arms = {
     "FedDyn, alpha = 0.1": rule("FedDyn", alpha=0.1),
     "MOON, mu = 1": term("MOON", mu=1.0),
     "FedAdam": rule("FedAdam", lr=0.01),
+    "power-of-choice, d = 8": (
+        *rule("PowerOfChoice"),
+        given("federation.sampler", "HighLossSampler", candidates=8),
+    ),
     "FedExP": rule("FedExP"),
     "FedCM, alpha = 0.1": rule("FedCM", alpha=0.1),
     "HeteroFL, rates 1, 1/2, 1/4": rule("HeteroFL", rates=[1.0, 0.5, 0.25]),
