@@ -1,6 +1,6 @@
 """Everything on a pretend accelerator, with the CPU's results: in a process of its own."""
 
-import os
+import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -8,18 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 import pretend
-from forks import Started
 
 #: Torch cannot have a device in Python before 2.10.
 IS_OLD = not hasattr(pretend.backend_registration, pretend.SETUP)
 CASES = Path(__file__).with_name("accelerator_cases.py")
-
-
-def run(report, cases):
-    """Run the cases of a file; exit with the code of pytest."""
-    os.environ.pop("PYTEST_XDIST_WORKER", None)
-    options = ["-n0", "-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    sys.exit(pytest.main([*options, "-m", cases, str(CASES)]))
 
 
 @pytest.mark.skipif(IS_OLD, reason="needs PyTorch 2.10")
@@ -27,15 +19,21 @@ def run(report, cases):
 def test_federations_give_the_same_on_the_pretend_accelerator(subtests, tmp_path, cases):
     """Once it is known to torch it stays, so another process runs ``accelerator_cases.py``."""
     report = tmp_path / "cases.xml"
-    (code,), output = Started(1, tmp_path / "output", run, report, cases).finish(timeout=1800)
-    assert report.exists(), output
+    options = ["-n0", "-q", "--tb=short", "-m", cases, f"--junitxml={report}"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, CASES],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert report.exists(), run.stdout + run.stderr
     found = list(ElementTree.parse(report).iter("testcase"))
-    assert len(found) > 10, output
+    assert len(found) > 10, run.stdout
     for case in found:
         with subtests.test(case.get("name")):
             for problem in [*case.findall("failure"), *case.findall("error")]:
                 pytest.fail(problem.text or problem.get("message", ""))
-    assert code == 0, output
+    assert run.returncode == 0, run.stdout
 
 
 def test_pretend_accelerator_stays_out_of_this_process():
