@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,28 @@ from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.files import error_context
 
-#: Names of numpy and ``_codecs`` that pickled arrays refer to.
-ARRAYS = ("ndarray", "dtype", "encode", "_reconstruct", "_frombuffer")
+#: Functions that restore arrays in pickles of protocol 2 and protocol 5.
+_RECONSTRUCT, _FROM_BUFFER = (np.zeros(1).__reduce_ex__(protocol)[0] for protocol in (2, 5))
+#: Objects that pickled arrays may refer to, by their names in old and new versions of numpy.
+ARRAYS = {
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("_codecs", "encode"): codecs.encode,
+    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy._core.numeric", "_frombuffer"): _FROM_BUFFER,
+}
 
 
 class _Arrays(pickle.Unpickler):
     """Load pickles of arrays only. Other pickles could run arbitrary code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] not in ("numpy", "_codecs") or name not in ARRAYS:
+        if (module, name) not in ARRAYS:
             raise pickle.UnpicklingError(
                 f"only arrays are allowed, it contains {module}.{name}"[:200]
             )
-        return super().find_class(module, name)
+        return ARRAYS[module, name]
 
 
 class _Unchecked:
@@ -45,7 +55,8 @@ def _read(path: Path) -> tuple[Any, Any]:
     with open(path, "rb") as file, error_context(what, Exception):  # damaged files raise many types
         entry = _Arrays(file, encoding="latin1").load()
         x, y = np.asarray(entry["data"]), np.asarray(entry["labels"])
-        if x.dtype != np.uint8 or x.shape != (len(y), 3072):
+        is_labels = y.ndim == 1 and set(y.tolist()) <= set(range(10))
+        if not is_labels or x.dtype != np.uint8 or x.shape != (len(y), 3072):
             raise FederationError(
                 f"it contains {x.dtype} images of shape {x.shape} and labels of shape {y.shape}"
             )

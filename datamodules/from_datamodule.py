@@ -152,7 +152,7 @@ class FromDataModule(FederatedDataModule):
             return [None]
         self._set_up_for("test" if use == "test" else "fit")
         loader = getattr(self.datamodule, method)()
-        if use != "train" and loader in (None, []):
+        if use != "train" and (loader is None or (is_list(loader) and not loader)):
             return [None]
         has_several = is_list(loader) and (use == "val" or len(loader) == 1)
         loaders = list(loader) if has_several else [loader]

@@ -182,7 +182,7 @@ def samples_checksum(data: Any, labels: Tensor | None) -> str:
 def _class_labels(data: Any, given: Sequence[int] | None) -> Tensor | None:
     """Return one number per training sample, ``[n]``: given labels or those of the data set."""
     n, labels = len(data), labels_of(data) if given is None else _numbers(given)
-    if labels is not None and labels.shape == (n,):
+    if labels is not None and labels.shape == (n,) and not labels.is_complex():
         return labels.cpu() if labels.is_floating_point() else labels.cpu().long()
     if given is not None:
         got = "none" if labels is None else f"shape {tuple(labels.shape)} of {labels.dtype}"
@@ -198,7 +198,8 @@ def _numbers(values: Any) -> Tensor | None:
     try:
         if hasattr(values, "__array__") and not isinstance(values, Tensor):
             # torch would read a pandas Series by its index, and knows no reversed arrays.
-            values = np.ascontiguousarray(values)
+            array = np.asarray(values)
+            values = array.astype(array.dtype.newbyteorder("="), order="C")
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         return None
@@ -210,9 +211,10 @@ def _keys(rule: Partition, data: Any, keys: Any) -> tuple[Tensor, list[str]]:
     if keys is None:
         keys, key_names = keys_of(data)
     # As objects, because numpy would make texts of None, NaN and numbers among texts.
-    each = np.asarray([] if keys is None else keys, dtype=object).ravel().tolist()
+    objects = np.asarray([] if keys is None else keys, dtype=object)
+    each = objects.ravel().tolist()
     is_missing = any(key is None or key != key for key in each)
-    if len(each) != n or is_missing or len({type(key) for key in each}) > 1:
+    if objects.shape != (n,) or is_missing or len({type(key) for key in each}) > 1:
         raise FederationError(
             f"{type(rule).__name__} needs a key for each of the {n} training samples, all of one"
             f" type and none None or NaN, got {short_repr(each)}: pass keys="

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, cast
 
 import torch
@@ -53,6 +53,7 @@ class AdapterRule(FedAvg, ABC):
         super().__init__(weighting)
         self.ranks = ranks
         if is_list(ranks) or isinstance(ranks, Mapping):
+            check_integer("the number of ranks", len(cast("Collection[int]", ranks)), min=1)
             for rank in cast("Iterable[int]", ranks):
                 check_integer("a rank in ranks", rank, min=1)
             for share in ranks.values() if isinstance(ranks, Mapping) else ():

@@ -153,7 +153,8 @@ def class_names(kind: Any) -> set[str]:
         return set()  # a text is the path itself
     if isinstance(kind, type) and kind.__module__ != "builtins":
         return {kind.__name__}.union(*map(class_names, kind.__subclasses__()))
-    return set[str]().union(*map(class_names, get_args(kind)))
+    kinds = get_args(kind)  # a text is no class where the option takes texts
+    return set[str]().union(*map(class_names, () if str in kinds else kinds))
 
 
 def refuse_class(action: Any, value: Any, key: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_fl.options import check_integer
+
 
 def top_k(update: Tensor, count: int) -> Tensor:
     """Keep the entries of largest magnitude, and set the others to 0 (Stich et al., 2018).
@@ -35,11 +37,14 @@ def quantized(update: Tensor, bits: int, uniform: Tensor) -> Tensor:
         bits: Number of bits :math:`b`, at least 2.
         uniform: Uniform random numbers :math:`u`, ``[P]``.
 
+    Raises:
+        FederationError: If there are fewer than two bits.
+
     Example:
         >>> quantized(torch.tensor([-3.0, 0.6, 3.0]), 3, torch.tensor([0.5, 0.5, 0.5]))
         tensor([-3.,  1.,  3.])
     """
-    most = 2 ** (bits - 1) - 1
+    most = 2 ** (check_integer("bits", bits, min=2) - 1) - 1
     wide = update.double()
     scale = wide.abs().max() / most if len(wide) else 0.0  # nothing may be trained in a round
     if not scale:

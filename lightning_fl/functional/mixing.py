@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
+from lightning_fl.options import check_choice
 
 Graph = Literal["ring", "grid", "erdos_renyi", "complete"]
 #: Maximum number of draws to obtain a connected random graph.
@@ -30,12 +31,13 @@ def adjacency(graph: Graph, count: int, probability: float, generator: torch.Gen
         Symmetric boolean matrix, ``[count, count]``.
 
     Raises:
-        FederationError: If no drawn random graph is connected.
+        FederationError: If the kind is unknown, or no drawn random graph is connected.
 
     Example:
         >>> adjacency("ring", 4, 0.5, torch.Generator()).sum(1).tolist()
         [2, 2, 2, 2]
     """
+    check_choice("graph", graph, *get_args(Graph))
     at = torch.arange(count)
     if graph == "complete":
         return ~torch.eye(count, dtype=torch.bool)

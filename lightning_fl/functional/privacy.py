@@ -16,6 +16,7 @@ from lightning_fl.contracts.plan import Cohort
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.hooks import quiet
+from lightning_fl.options import check_integer, check_number
 
 #: Silences warnings about skipped Renyi orders; the other orders are valid bounds.
 _quiet = partial(quiet, "absl", logging.ERROR)
@@ -80,13 +81,16 @@ def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -
         cohort: Client sampling.
 
     Raises:
-        FederationError: If ``dp_accounting`` is not installed, or the target is too large.
+        FederationError: If ``dp_accounting`` is not installed, or a number is out of range.
 
     Example:
         >>> cohort = Cohort(size=50, clients=1000, drawn="poisson")
         >>> round(noise_multiplier(4.0, delta=1e-5, rounds=100, cohort=cohort), 2)
         1.0
     """
+    check_number("the target epsilon", target, above=0)
+    check_number("delta", delta, above=0, below=1)
+    check_integer("rounds", rounds, min=1)
     if epsilon([(_LEAST_NOISE, rounds)], delta, cohort) <= target:
         raise FederationError(
             f"the target epsilon {target:g} requires almost no noise: use a smaller target"
@@ -244,14 +248,17 @@ def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:
     relations = dp.NeighboringRelation
     one_more = partial(dp.rdp.RdpAccountant, neighboring_relation=relations.ADD_OR_REMOVE_ONE)
     another = partial(dp.rdp.RdpAccountant, neighboring_relation=relations.REPLACE_ONE)
-    m, n, noise, drawn = cohort.size, cohort.clients, dp.GaussianDpEvent, dp.PoissonSampledDpEvent
+    m, n = cohort.size, cohort.clients
     if not cohort.is_sampled:
-        return dp, [(one_more, noise)]
+        return dp, [(one_more, dp.GaussianDpEvent)]
     if cohort.drawn == "poisson":
-        return dp, [(one_more, lambda z: drawn(m / n, noise(z)))]
+        return dp, [(one_more, lambda z: dp.PoissonSampledDpEvent(m / n, dp.GaussianDpEvent(z)))]
     if cohort.drawn == "fixed":  # half the noise, because a sum differs by twice the norm
-        drawn = partial(dp.SampledWithoutReplacementDpEvent, n, m)
-        return dp, [(another, lambda z: drawn(noise(z / 2))), (another, lambda z: noise(z / 2))]
+
+        def drawn(z: float) -> Any:
+            return dp.SampledWithoutReplacementDpEvent(n, m, dp.GaussianDpEvent(z / 2))
+
+        return dp, [(another, drawn), (another, lambda z: dp.GaussianDpEvent(z / 2))]
     raise FederationError(
         f"no privacy accountant supports this sampling of {m} of {n} clients: use"
         " PoissonSampler, UniformSampler, or client_fraction=1.0"

@@ -9,6 +9,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fl.options import check_choice
+
 
 def matching_error(guess: Tensor, target: Tensor, reduction: Literal["sum", "mean"]) -> Tensor:
     r"""Return the squared error :math:`\frac1{|b|} \sum_i \lVert g_i - a_i \rVert^2`.
@@ -22,11 +24,15 @@ def matching_error(guess: Tensor, target: Tensor, reduction: Literal["sum", "mea
     Returns:
         The mean over the batch, a scalar.
 
+    Raises:
+        FederationError: If the reduction is unknown.
+
     Example:
         >>> import torch
         >>> matching_error(torch.ones(2, 3), torch.zeros(2, 3), "sum")
         tensor(3.)
     """
+    check_choice("reduction", reduction, "sum", "mean")
     squares = (guess - target).square().flatten(1)
     return (squares.sum(1) if reduction == "sum" else squares.mean(1)).mean()
 

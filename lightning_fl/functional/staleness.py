@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from lightning_fl.options import check_choice
 
 #: Functions of staleness.
 StalenessFunction = Literal["constant", "polynomial", "hinge"]
@@ -36,12 +38,16 @@ def staleness_weight(
         slope: :math:`A` of the hinge.
         delay: :math:`b` of the hinge.
 
+    Raises:
+        FederationError: If the function is unknown.
+
     Example:
         >>> staleness_weight(torch.tensor([0, 3, 8]))
         tensor([1.0000, 0.5000, 0.3333], dtype=torch.float64)
         >>> staleness_weight(torch.tensor([4, 5]), "hinge")
         tensor([1.0000, 0.0909], dtype=torch.float64)
     """
+    check_choice("function", function, *get_args(StalenessFunction))
     tau = staleness.double()
     if function == "constant":
         return torch.ones_like(tau)

@@ -160,6 +160,8 @@ def write_flower_app(found: Configuration, source: Path, output: str | Path) -> 
         for path in sorted(TEMPLATES.glob("*.template"))
     }
     texts["config.yaml"] = found.text
+    if taken := sorted(texts.keys() & own.keys()):
+        raise FederationError(f"the configuration uses a file {taken[0]}: rename it")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

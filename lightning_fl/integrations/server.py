@@ -182,7 +182,7 @@ class RemoteServer(FederatedLoop):
                     " sent to clients: keep it in a buffer, or use FederatedLoop"
                 )
         super().on_fit_start(trainer, pl_module)
-        assert isinstance(self.runner, RemoteRunner)
+        assert isinstance(self.runner, RemoteRunner), "a server takes the module that is wrapped"
         self.runner.exchange = self._exchange
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -127,6 +127,29 @@ def _autocast() -> list[tuple[bool, torch.dtype]]:
     return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
+@contextmanager
+def _attributes_as_before(net: nn.Module) -> Iterator[None]:
+    """Restore the attributes to which the traced forward assigns; refuse buffers among them."""
+    owners = [(part, each) for part in net.modules() for each in (vars(part), part._buffers)]
+    before = [dict(owner) for _, owner in owners]
+    assigned = []
+    try:
+        yield
+    finally:
+        for (part, owner), values in zip(owners, before, strict=True):
+            for name in [name for name, value in owner.items() if isinstance(value, fx.Proxy)]:
+                owner[name] = values.get(name)
+                if name not in values:
+                    del owner[name]
+                if owner is part._buffers:
+                    assigned.append((type(part).__name__, name))
+    for kind, name in assigned:
+        raise FederationError(
+            f"the forward of {kind} assigns to the buffer {name}, which cannot be recorded: write"
+            f" to it in place, as in self.{name}.add_(1) or self.{name}.copy_(...)"
+        )
+
+
 class _Recorded(nn.Module):
     """Network with a replaced forward, and the original parameters and buffers."""
 
@@ -168,23 +191,17 @@ class Recorder:
                     f"points contains {name!r}, which is not a module of the network: choose from"
                     f" {list(modules)[1:]}"
                 )
-        # A copy, as the forward may assign to attributes, which shares the parameters.
-        traced = copy.deepcopy(net, {id(param): param for param in net.parameters()})
-        try:
-            with torch.enable_grad():
-                graph = _Tracer(points or ()).trace(traced)
-        except Exception as error:  # whatever the user's forward raises on a proxy
-            raise FederationError(
-                f"{type(net).__name__} cannot be traced to record activations"
-                f" ({type(error).__name__}: {error}): its forward must not depend on values. Set"
-                " points=[...] to the names of modules to leave untraced (MOON: point='...')"
-            ) from error
-        for name, buffer in traced.named_buffers():
-            if isinstance(buffer, fx.Proxy):
+        with _attributes_as_before(net):
+            try:
+                with torch.enable_grad():
+                    graph = _Tracer(points or ()).trace(net)
+            except Exception as error:  # whatever the user's forward raises on a proxy
                 raise FederationError(
-                    f"the forward of {type(net).__name__} assigns to the buffer {name}, which"
-                    " cannot be recorded: write to it in place, as with add_(1) or copy_(...)"
-                )
+                    f"{type(net).__name__} cannot be traced to record activations"
+                    f" ({type(error).__name__}: {error}): its forward must not depend on values."
+                    " Set points=[...] to the names of modules to leave untraced (MOON:"
+                    " point='...')"
+                ) from error
         output = next(node for node in graph.nodes if node.op == "output").args[0]
         #: Name of the module that returns the output of the network; None if none does.
         is_module = isinstance(output, fx.Node) and output.op == "call_module"

@@ -56,15 +56,22 @@ class Partition(ABC):
         Raises:
             FederationError: If the input or the rule's parameters do not allow such a split.
         """
+        if labels.ndim != 1:
+            raise FederationError(
+                "labels must be a tensor with one number per sample, [N], got shape "
+                f"{tuple(labels.shape)}: pass argmax(1) of one-hot labels"
+            )
         hint = "each client needs a sample"
         check_integer("num_clients", num_clients, min=1, max=len(labels), hint=hint)
         parts = [part.sort().values for part in self.split(labels.cpu(), num_clients, generator)]
-        are_clients = len(parts) == num_clients and all(map(len, parts))
-        if not are_clients or not torch.cat(parts).sort().values.equal(torch.arange(len(labels))):
+        fault: str | None = f"it returns {len(parts)} clients"
+        if len(parts) == num_clients:
+            sizes = torch.tensor([len(part) for part in parts])
+            fault = fault_of(torch.cat(parts), sizes, len(labels), complete=True)
+        if fault:
             raise FederationError(
-                f"{self!r} cannot split {len(labels)} samples over {num_clients} clients so that"
-                " each sample has one client and each client a sample: use fewer clients, other"
-                " parameters, or a rule with min_size (Dirichlet)"
+                f"{self!r} cannot split {len(labels)} samples over {num_clients} clients: {fault}; "
+                "use fewer clients, other parameters, or a rule with min_size (Dirichlet)"
             )
         return parts
 
@@ -101,5 +108,35 @@ class Partition(ABC):
 
 def classes_of(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the distinct labels, ascending, [C], each sample's index into them [N], counts [C]."""
+    if labels.is_floating_point() or labels.is_complex():
+        raise FederationError(
+            f"this rule needs integer labels, got {labels.dtype}: pass integer class labels "
+            "(or keys), or use IID or QuantitySkew"
+        )
     classes, codes, sizes = labels.unique(return_inverse=True, return_counts=True)
     return classes, codes, sizes
+
+
+def fault_of(
+    samples: Tensor, sizes: Tensor, num_samples: int, complete: bool = False
+) -> str | None:
+    """Return why the concatenated samples of clients are no valid split; None if they are one."""
+    if not len(sizes):
+        return "there are no clients"
+    if not sizes.all():
+        return f"client {sizes.tolist().index(0)} gets no sample"
+    samples, position = samples.sort()
+    owner = torch.arange(len(sizes)).repeat_interleave(sizes)[position]
+    if (outside := (samples < 0) | (samples >= num_samples)).any():
+        return (
+            f"client {owner[outside][0]} gets sample {samples[outside][0]}, "
+            f"which is not in [0, {num_samples - 1}]"
+        )
+    if (twice := samples[1:] == samples[:-1]).any():
+        i = int(twice.nonzero()[0])
+        a, b = sorted(owner[i : i + 2].tolist())
+        return f"sample {samples[i]} is assigned to client {a} and to client {b}"
+    if complete and len(samples) < num_samples:
+        gap = (samples != torch.arange(len(samples))).nonzero()
+        return f"sample {int(gap[0]) if len(gap) else len(samples)} is assigned to no client"
+    return None

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, read_text, short_repr, write_atomically
-from lightning_fl.partition.base import Partition
+from lightning_fl.options import check_integer
+from lightning_fl.partition.base import Partition, fault_of
 
 FORMAT = "lightning_fl partition 1"
 
@@ -89,11 +90,13 @@ class Manifest:
 
     def write(self, path: str | Path) -> None:
         """Write the file atomically, one line per client."""
-        fields = []
-        for name, value in {"format": FORMAT, **vars(self)}.items():
-            rows = ",\n    ".join(map(json.dumps, value)) if isinstance(value, list) else ""
-            text = f"[\n    {rows}\n  ]" if rows else json.dumps(value)
-            fields.append(f'"{name}": {text}')
+        fields = [f'"format": {json.dumps(FORMAT)}']
+        names = ("rule", "parameters", "seed", "num_samples", "checksum")
+        for name in (*names, *["unseen_clients"] * (self.unseen_clients > 0)):
+            fields.append(f'"{name}": {json.dumps(vars(self)[name])}')
+        for name in ("class_counts", "clients", "local_tests"):
+            if rows := ",\n    ".join(json.dumps(row) for row in vars(self)[name]):
+                fields.append(f'"{name}": [\n    {rows}\n  ]')
         write_atomically(path, "{\n  " + ",\n  ".join(fields) + "\n}\n")
 
     @classmethod
@@ -102,8 +105,8 @@ class Manifest:
 
         Raises:
             FederationError: If the file is missing, not a manifest, larger than
-                `lightning_fl.files.MOST_BYTES`, or if the indices were changed after it was
-                written.
+                `lightning_fl.files.MOST_BYTES`, not a valid split of its samples, or if the
+                indices were changed after it was written.
         """
         what = f"partition manifest {path} (restore it, or create it again)"
         with error_context(what, Exception):  # others' files raise errors of many types
@@ -116,10 +119,22 @@ class Manifest:
                 for row in entries["class_counts"]
             ]
             manifest = cls(**entries)
-            parts = manifest.clients + manifest.local_tests
-            if checksum([torch.tensor(part).long() for part in parts]) != manifest.checksum:
-                raise FederationError("the indices were edited, since their checksum differs")
+            manifest._check()
             return manifest
+
+    def _check(self) -> None:
+        # One tensor: separate tensors for millions of clients would take too much memory.
+        lists, count = self.clients + self.local_tests, len(self.clients)
+        sizes = torch.tensor([len(indices) for indices in lists])
+        samples = torch.tensor([i for indices in lists for i in indices]).long()
+        held = samples[: int(sizes[:count].sum())]
+        if fault := fault_of(held, sizes[:count], int(self.num_samples)):
+            raise FederationError(fault)
+        check_integer("unseen_clients", self.unseen_clients, min=0, max=count - 1)
+        if _digest(samples, sizes) != self.checksum:
+            raise FederationError("the indices were edited, since their checksum differs")
+        if (rows := len(self.class_counts)) != count:
+            raise FederationError(f"class_counts has {rows} entries for {count} clients")
 
 
 def checksum(parts: Sequence[Tensor]) -> str:
@@ -135,7 +150,11 @@ def checksum(parts: Sequence[Tensor]) -> str:
         >>> checksum([torch.tensor([0, 2]), torch.tensor([1])])[:16]
         '363a551de55f8c05'
     """
-    numbers = torch.cat([torch.tensor([len(part) for part in parts]), *parts])
+    return _digest(torch.cat(list(parts)), torch.tensor([len(part) for part in parts]))
+
+
+def _digest(samples: Tensor, sizes: Tensor) -> str:
+    numbers = torch.cat([sizes, samples])
     return hashlib.sha256(numbers.numpy().astype("<i8").tobytes()).hexdigest()
 
 

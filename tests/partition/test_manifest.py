@@ -36,6 +36,15 @@ def test_the_checksum_is_sha256_of_sizes_and_indices():
     assert checksum(parts[::-1]) != checksum(parts)
 
 
+def test_a_manifest_says_what_was_done():
+    found = manifest()
+    assert (found.rule, found.parameters) == ("ByLabel", {"classes_per_client": 1})
+    assert (found.seed, found.num_samples) == (5, 6)
+    assert found.clients == [[0, 1, 5], [2, 3, 4]]
+    assert found.class_counts == [{3: 3}, {8: 3}]
+    assert found.checksum == checksum([torch.tensor(c) for c in found.clients])
+
+
 @settings(max_examples=20, deadline=None)
 @given(labels=data, num_clients=st.integers(1, 4), seed=st.integers(0, 2**40))
 def test_a_manifest_comes_back_as_it_was_written(labels, num_clients, seed):
@@ -92,9 +101,13 @@ def tampered(tmp_path, change):
         (lambda m: m.update(format="lightning_fl partition 2"), r"format must be .*1'"),
         (lambda m: m.pop("format"), r"format must be "),
         (lambda m: m.pop("seed"), r"'seed'"),
-        (lambda m: m.update(clients=[]), r"the indices were edited"),
-        (lambda m: m["clients"].append([]), r"the indices were edited"),
+        (lambda m: m.update(num_samples=5), r"gets sample 5, which is not in \[0, 4\]"),
+        (lambda m: m.update(num_samples=10**30), r"RuntimeError|OverflowError"),
+        (lambda m: m.update(clients=[]), r"there are no clients"),
+        (lambda m: m["clients"].append([]), r"client 2 gets no sample"),
         (lambda m: m["clients"].append(7), r"'int' object is not iterable"),
+        (lambda m: m["clients"][1].append(0), r"sample 0 is assigned to client 0 and to client 1"),
+        (lambda m: m["clients"][1].append(-1), r"client 1 gets sample -1, which is not in"),
         (lambda m: m["clients"][1].append("x"), r"invalid literal for int"),
         (lambda m: m["clients"].reverse(), r"the indices were edited"),
         (lambda m: m["clients"][0].append(m["clients"][1].pop()), r"the indices were edited"),
@@ -102,6 +115,7 @@ def tampered(tmp_path, change):
         (lambda m: m.update(checksum="0" * 64), r"the indices were edited"),
         (lambda m: m.update(local_tests=[[0], [2]]), r"the indices were edited"),
         (lambda m: m.update(local_tests=["x"]), r"too many dimensions 'str'|invalid|TypeError"),
+        (lambda m: m["class_counts"].pop(), r"class_counts has 1 entries for 2 clients"),
         (lambda m: m["class_counts"][0].update({"x": 3}), r"invalid literal for int"),
     ],
 )
@@ -127,20 +141,6 @@ def test_what_is_no_manifest_is_refused(tmp_path, text):
     (tmp_path / "m.json").write_bytes(text)
     with pytest.raises(FederationError, match=r"m.json \(restore it, or create it again\): "):
         Manifest.read(tmp_path / "m.json")
-
-
-@pytest.mark.parametrize(
-    ("labels", "num_clients", "words"),
-    [
-        (LABELS, 3, r"for 2 clients, but the run has 3: use the data and num_clients"),
-        (LABELS.repeat(2), 2, r"for 6 samples that clients hold, but the run has 12"),
-        (LABELS.flip(0), 2, r"client 0 the classes \{3: 3\}, but the data gives \{3: 2, 8: 1\}"),
-    ],
-)
-def test_a_manifest_of_other_data_is_refused(tmp_path, labels, num_clients, words):
-    manifest().write(tmp_path / "m.json")
-    with pytest.raises(FederationError, match=words):
-        FromManifest(tmp_path / "m.json")(labels, num_clients, rng())
 
 
 anything = st.recursive(
@@ -180,6 +180,20 @@ def test_a_file_with_one_wild_value_is_refused_or_harmless(name, where, value):
         return
     assert (found.clients, found.checksum) == (original.clients, original.checksum)
     assert lists(FromManifest("fuzz.json").local_tests()) == original.local_tests
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_clients", "words"),
+    [
+        (LABELS, 3, r"for 2 clients, but the run has 3: use the data and num_clients"),
+        (LABELS.repeat(2), 2, r"for 6 samples that clients hold, but the run has 12"),
+        (LABELS.flip(0), 2, r"client 0 the classes \{3: 3\}, but the data gives \{3: 2, 8: 1\}"),
+    ],
+)
+def test_a_manifest_of_other_data_is_refused(tmp_path, labels, num_clients, words):
+    manifest().write(tmp_path / "m.json")
+    with pytest.raises(FederationError, match=words):
+        FromManifest(tmp_path / "m.json")(labels, num_clients, rng())
 
 
 def test_local_test_samples_come_back_and_cannot_be_edited(tmp_path):

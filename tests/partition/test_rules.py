@@ -128,6 +128,18 @@ def test_the_number_of_clients_is_a_positive_integer(bad):
         IID()(torch.zeros(5), bad, rng())
 
 
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (torch.zeros(4, 2), r"shape \(4, 2\).*argmax"),
+        (torch.tensor(3), r"shape \(\)"),
+    ],
+)
+def test_labels_are_one_tensor_with_a_number_a_sample(labels, words):
+    with pytest.raises(FederationError, match=words):
+        IID()(labels, 1, rng())
+
+
 @pytest.mark.parametrize("rule", [ByLabel(5), Shards(), Dirichlet(), IID(True)], ids=repr)
 def test_rules_of_classes_split_real_numbers_by_their_values_or_deciles(rule):
     few, many = torch.rand(7, generator=rng()).repeat(9), torch.rand(200, generator=rng())
@@ -137,6 +149,11 @@ def test_rules_of_classes_split_real_numbers_by_their_values_or_deciles(rule):
     ):
         found, expected = (lists(rule(labels, 4, rng())) for labels in (targets, classes))
         assert found == expected
+
+
+def test_keys_are_no_real_numbers():
+    with pytest.raises(FederationError, match=r"torch.float32.*use IID or QuantitySkew"):
+        Natural()(torch.rand(5), 1, rng())
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.bool])
@@ -149,18 +166,18 @@ def test_any_integer_type_will_do_for_labels(dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "made",
+    ("made", "words"),
     [
-        [[0, 1], [1, 2]],
-        [[0], [2]],
-        [[0], [1]],
-        [[0, 1, 2], []],
-        [[0, 1], [2, 7]],
-        [[-1, 0], [1, 2]],
-        [[0, 1, 2]],
+        ([[0, 1], [1, 2]], r"sample 1 is assigned to client 0 and to client 1"),
+        ([[0], [2]], r"sample 1 is assigned to no client"),
+        ([[0], [1]], r"sample 2 is assigned to no client"),
+        ([[0, 1, 2], []], r"client 1 gets no sample; use fewer clients.*min_size"),
+        ([[0, 1], [2, 7]], r"client 1 gets sample 7, which is not in \[0, 2\]"),
+        ([[0, -1], [1, 2]], r"client 0 gets sample -1"),
+        ([[0, 1, 2]], r"it returns 1 clients"),
     ],
 )
-def test_a_faulty_rule_is_found_out(made):
+def test_a_faulty_rule_is_found_out(made, words):
     class Faulty(Partition):
         def __init__(self, level=3):
             self.level = level
@@ -168,7 +185,7 @@ def test_a_faulty_rule_is_found_out(made):
         def split(self, labels, num_clients, generator):
             return [torch.tensor(indices, dtype=torch.long) for indices in made]
 
-    with pytest.raises(FederationError, match=r"Faulty\(level=3\) cannot split 3.*min_size"):
+    with pytest.raises(FederationError, match=r"Faulty\(level=3\) cannot split 3.*" + words):
         Faulty()(torch.zeros(3), 2, rng())
 
 
@@ -215,6 +232,19 @@ def test_a_stratified_split_divides_each_class_and_the_whole_equally(labels, num
     assert sizes.max() - sizes.min() <= 1
 
 
+def test_an_unstratified_split_stays_what_it_was():
+    """Splits of earlier runs repeat: the option draws nothing where it is off."""
+    expected = torch.randperm(11, generator=rng(5)).tensor_split(3)
+    found = IID()(torch.arange(11) % 2, 3, rng(5))
+    assert lists(found) == [sorted(part.tolist()) for part in expected]
+
+
+def test_ten_clients_of_one_class_hold_their_own_number():
+    labels = torch.arange(50) % 10
+    parts = ByLabel()(labels, 10, rng())
+    assert lists(parts) == [[i, i + 10, i + 20, i + 30, i + 40] for i in range(10)]
+
+
 def test_classes_go_round_and_are_shared_equally():
     labels = torch.tensor([0, 1, 2]).repeat(4)
     parts = ByLabel(classes_per_client=2)(labels, 3, rng())
@@ -248,6 +278,17 @@ def test_each_client_holds_n_classes_and_each_class_has_an_owner(num_classes, n,
         assert shares.max() - shares[shares > 0].min() <= 1
 
 
+def test_more_classes_a_client_than_there_are_is_an_error():
+    with pytest.raises(FederationError, match=r"classes_per_client must be .* in \[1, 2\], got 3"):
+        ByLabel(3)(torch.tensor([0, 1, 1]), 3, rng())
+
+
+def test_a_class_without_a_client_is_an_error():
+    words = r"must be an integer in \[4, 10\], got 2: each of 10 classes has a client"
+    with pytest.raises(FederationError, match=words):
+        ByLabel(2)(torch.arange(10), 3, rng())
+
+
 def test_shards_are_runs_of_the_sorted_labels():
     labels = torch.arange(20) % 10
     parts = Shards(shards_per_client=2)(labels, 5, rng())
@@ -260,6 +301,11 @@ def test_shards_are_dealt_at_random():
     hands = [tuple(labels[Shards()(labels, 5, rng(seed))[0]].tolist()) for seed in range(20)]
     assert len(set(hands)) > 10
     assert any(abs(hand[0] - hand[-1]) > 1 for hand in map(sorted, hands))
+
+
+def test_more_shards_than_samples_is_an_error():
+    with pytest.raises(FederationError, match=r"in \[1, 2\], got 3: 4 clients share 10 samples"):
+        Shards(3)(torch.arange(10), 4, rng())
 
 
 # --- Dirichlet, QuantitySkew ---------------------------------------------------------------------
@@ -308,24 +354,12 @@ def test_whoever_is_the_largest_gives():
 
 
 @pytest.mark.parametrize("rule", [Dirichlet, QuantitySkew])
-def test_min_size_can_use_up_all_samples(rule):
+def test_min_size_can_use_up_all_samples_but_not_more(rule):
     labels = torch.arange(20) % 3
     assert [len(part) for part in rule(0.1, min_size=5)(labels, 4, rng())] == [5, 5, 5, 5]
-
-
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        (Dirichlet(min_size=6), r"min_size must be an integer in \[1, 5\], got 6: 4 clients share"),
-        (QuantitySkew(min_size=6), r"min_size must be an integer in \[1, 5\], got 6: 4 clients"),
-        (Shards(6), r"in \[1, 5\], got 6: 4 clients share 20 samples"),
-        (ByLabel(4), r"classes_per_client must be .* in \[1, 3\], got 4: each of 3 classes"),
-        (Natural(), r"num_clients must be .* in \[1, 3\], got 4: each client needs a key"),
-    ],
-)
-def test_what_the_samples_do_not_allow_is_refused(rule, words):
+    words = r"min_size must be an integer in \[1, 5\], got 6: 4 clients share 20 samples"
     with pytest.raises(FederationError, match=words):
-        rule(torch.arange(20) % 3, 4, rng())
+        rule(0.1, min_size=6)(labels, 4, rng())
 
 
 def test_quantity_skew_changes_sizes_and_not_classes():
@@ -361,8 +395,14 @@ def test_whole_keys_go_to_the_client_with_fewest_samples():
     assert keys[second].unique().tolist() == [2, 3]
 
 
+def test_more_clients_than_keys_is_an_error():
+    with pytest.raises(
+        FederationError, match=r"num_clients must be .*\[1, 2\], got 5: each client needs a key"
+    ):
+        Natural()(torch.tensor([1, 1, 1, 2, 2]), 5, rng())
+
+
 def test_iid_is_a_shuffle_and_not_a_cut():
-    assert [len(part) for part in IID()(torch.zeros(11), 4, rng())] == [3, 3, 3, 2]
     first = IID()(torch.zeros(1000), 2, rng())[0]
     assert 200 < (first < 500).sum() < 300
 
@@ -374,21 +414,6 @@ def test_a_stratified_split_is_random_within_a_class():
     assert 70 < ((first >= 400) & (first < 600)).sum() < 130
 
 
-def test_ten_clients_of_one_class_hold_their_own_number():
-    labels = torch.arange(50) % 10
-    parts = ByLabel()(labels, 10, rng())
-    assert lists(parts) == [[i, i + 10, i + 20, i + 30, i + 40] for i in range(10)]
-
-
-@pytest.mark.parametrize("rule", [Dirichlet, QuantitySkew])
-def test_min_size_can_use_up_all_samples_but_not_more(rule):
-    labels = torch.arange(20) % 3
-    assert [len(part) for part in rule(0.1, min_size=5)(labels, 4, rng())] == [5, 5, 5, 5]
-    words = r"min_size must be an integer in \[1, 5\], got 6: 4 clients share 20 samples"
-    with pytest.raises(FederationError, match=words):
-        rule(0.1, min_size=6)(labels, 4, rng())
-
-
 def test_what_the_largest_gives_is_random():
     parts = list(torch.arange(101).split([100, 1]))
     given_away = {_top_up(parts, 2, rng(seed))[1][-1].item() for seed in range(20)}
@@ -397,10 +422,3 @@ def test_what_the_largest_gives_is_random():
 
 def test_iid_sizes_differ_by_at_most_one():
     assert [len(part) for part in IID()(torch.zeros(11), 4, rng())] == [3, 3, 3, 2]
-
-
-def test_an_unstratified_split_stays_what_it_was():
-    """Splits of earlier runs repeat: the option draws nothing where it is off."""
-    expected = torch.randperm(11, generator=rng(5)).tensor_split(3)
-    found = IID()(torch.arange(11) % 2, 3, rng(5))
-    assert lists(found) == [sorted(part.tolist()) for part in expected]

@@ -30,7 +30,7 @@ class PFNM(NeuronMatching):
             neurons. ``own`` keeps its network unchanged, so that clients receive no model. In a
             stream, class counts are those of the samples of the round, not of all samples that a
             network was trained on.
-        options: The arguments of :class:`NeuronMatching`, such as ``gamma``.
+        options: The other arguments of :class:`NeuronMatching`.
 
     Raises:
         FederationError: If an option is out of range; see also :class:`NeuronMatching`.
@@ -43,8 +43,17 @@ class PFNM(NeuronMatching):
 
     layer = None
 
-    def __init__(self, restart: Literal["matched", "own"] = "matched", **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        gamma: float | None = None,
+        client_variance: float | None = None,
+        prior_variance: float | None = None,
+        restart: Literal["matched", "own"] = "matched",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            gamma=gamma, client_variance=client_variance, prior_variance=prior_variance, **options
+        )
         self.restart = check_choice("restart", restart, "matched", "own")
 
     def _matched(

@@ -99,8 +99,18 @@ class StreamingPFNM(NeuronMatching):
     searches_once = True
     top: Tensor
 
-    def __init__(self, fresh: int = 0, noise: float = 0.01, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        gamma: float | None = None,
+        client_variance: float | None = None,
+        prior_variance: float | None = None,
+        fresh: int = 0,
+        noise: float = 0.01,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            gamma=gamma, client_variance=client_variance, prior_variance=prior_variance, **options
+        )
         self.fresh = check_integer("fresh", fresh, min=0)
         self.noise = check_number("noise", noise, min=0)
 
