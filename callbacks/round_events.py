@@ -78,6 +78,8 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         if step.rows:  # empty while this process waits for others
             in_hook(hook, outputs, batch, step.start)
         current().end_batch(batch_idx)
+        if step.last:
+            order.end_client()
 
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
     hooks: list[tuple[Any, str, Callable[..., Any]]] = [

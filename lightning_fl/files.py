@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar, TextIO
 from uuid import uuid4
 from zipfile import ZIP_STORED, ZipFile
 
@@ -212,7 +212,7 @@ LEFTOVERS = f".*.{'?' * 8}.tmp"
 class FolderLock:
     """Lock a folder, so that only one run at a time writes to it.
 
-    The lock ends with the process and those that it has forked, even if they are killed.
+    The lock ends with the process, even if it is killed: forked processes close its file.
 
     Args:
         folder: The folder. It is created if it does not exist.
@@ -227,6 +227,9 @@ class FolderLock:
         ...     os.listdir(folder)
         []
     """
+
+    #: Open lock files of this process.
+    held: ClassVar[set[TextIO]] = set()
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
@@ -247,6 +250,7 @@ class FolderLock:
         except OSError:
             text = f"the file system of {folder} has no locks"
             warnings.warn(f"{text}: make sure that no other run writes to it", stacklevel=2)
+        FolderLock.held.add(self._file)
         for leftover in self._folder.glob(LEFTOVERS):  # of a killed process, as no other writes
             with suppress(OSError):
                 leftover.unlink()
@@ -254,9 +258,18 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock; an empty folder that was created for the lock is removed."""
         self._path.unlink(missing_ok=True)
-        with suppress(OSError):  # the file system has no locks
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes may have it open, too
+        FolderLock.held.discard(self._file)
         self._file.close()
         if self._is_new:
             with suppress(OSError):  # it is not empty
                 self._folder.rmdir()
+
+
+def _leave_locks_to_parent() -> None:
+    """Close the lock files in a forked process, as loader processes outlive a killed run."""
+    for file in FolderLock.held:
+        file.close()
+    FolderLock.held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_parent)

@@ -57,7 +57,7 @@ from lightning_fl.runners import (
 from lightning_fl.runners.base import KeepOptimizer
 from lightning_fl.runners.constants import with_all_names
 from lightning_fl.runners.hyperparameters import CLASS_COUNTS, HYPERPARAMETERS
-from lightning_fl.runners.samples import check_batch
+from lightning_fl.runners.samples import Collated, check_batch
 from lightning_fl.samplers import how_drawn
 from lightning_fl.store import ClientStore
 
@@ -365,8 +365,11 @@ class Fit:
             batches = [tree_map(lambda t: t[:MOST_SAMPLES], batch) for batch in batches]
         counts = {name: rows[clients[0]] for name, rows in self.class_counts().items()}
         own = {HYPERPARAMETERS: self.runner.declared.values | counts}
-        with attributes_set(module.module, own if counts else {}):
-            module.decide([batches[0], batches[-1]], self.check, self._steps_of_run)
+        if not data.has_samples_in_front and (why := Collated(batches).why_not_stacked()):
+            module.train_one_by_one(why)
+        else:
+            with attributes_set(module.module, own if counts else {}):
+                module.decide([batches[0], batches[-1]], self.check, self._steps_of_run)
         if module.reason is not None:
             base_lr, self.runner = self.runner.base_lr, self._make_runner()
             self.runner.base_lr = base_lr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -420,7 +421,8 @@ class Round:
         rule = self.fit.aggregator
         if self.is_aggregating:  # the aggregator failed during aggregation
             rule.load_state_dict(self.fit.boundary.state()["aggregator"])
-        self.fit.runner.adopt()
+        with suppress(FederationError):  # of a buffer with another shape, which is restored, too
+            self.fit.runner.adopt()
         rule.reset()
         rule.load_client_network()
         self._leave_clients(self.before, self.schedule_before)

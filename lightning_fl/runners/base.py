@@ -141,6 +141,7 @@ class ClientRunner(ABC):
     def write(self, state: ServerState) -> None:
         """Load a state into the module and reset the optimizer."""
         self.adopt()
+        self.tensors.warn_of_late_buffers()
         self.vector.write(state.vector)
         self.counters.write(state.counters)
         self.restore_private()

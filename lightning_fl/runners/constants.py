@@ -104,7 +104,7 @@ def checksum(tensor: Tensor) -> Tensor:
         >>> checksum(one) == checksum(one.clone()), checksum(one) == checksum(0.99 * one)
         (tensor(True), tensor(False))
     """
-    data = flat(tensor).view(torch.uint8)
+    data = flat(tensor).contiguous().view(torch.uint8)
     words = data[: len(data) // 8 * 8]
     if words.storage_offset() % 8:  # cannot be viewed as integers
         words = words.clone()

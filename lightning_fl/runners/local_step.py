@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_fl.errors import FederationError
 from lightning_fl.hooks import attributes_set
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
+from lightning_fl.runners.samples import Samples
 from lightning_fl.runners.step_module import StepModule
 
 Tensors = dict[str, Tensor]
@@ -107,6 +108,8 @@ class LocalStep(nn.Module):
         self.batch_idx = 0
         #: Options of logged values, by name.
         self.log_options: dict[str, dict[str, Any]] = {}
+        #: Whether the module logged something without a batch size.
+        self.wants_batch_size = False
         step: Callable[..., Any] = module.training_step
         self._takes_batch_idx = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         #: Parameters by their names at the start; a step may move layers to other names.
@@ -164,7 +167,7 @@ class LocalStep(nn.Module):
                 return
             size = options.pop("batch_size", None)
             if size is None or (weight is not None and size == len(weight)):  # size with padding
-                size = torch.nan
+                size, self.wants_batch_size = torch.nan, True
             device = self.module.device
             size = torch.full((), size, dtype=torch.float64, device=device)
             if isinstance(value, Tensor):
@@ -305,19 +308,23 @@ class StepLogs:
         """Discard the values of the last batch."""
         self._noted = {}
 
-    def note(self, outcome: Outcome, sizes: Tensor, active: Tensor) -> None:
+    def note(self, outcome: Outcome, samples: Samples, sizes: Tensor, active: Tensor) -> None:
         """Store the logged values of a local step, and pass losses to the module.
 
         Args:
             outcome: The outcome of the step.
+            samples: The samples of each client.
             sizes: Number of samples of each client, ``[k]``.
             active: Mask of the clients that still train, ``[k]``.
         """
         device = outcome.loss.device
         # Asynchronous copies; nothing is read back from the device.
-        counts, trains = (t.to(device, non_blocking=True) for t in (sizes, active))
+        known = samples.counts() if outcome.logs and self._local.wants_batch_size else sizes
+        counts, batch_sizes, trains = (
+            t.to(device, non_blocking=True) for t in (sizes, known, active)
+        )
         for name, (value, size) in outcome.logs.items():
-            weight = size.where(~size.isnan(), counts) * trains
+            weight = size.where(~size.isnan(), batch_sizes) * trains
             self._noted.setdefault(name, []).append((value, weight, active))
         if outcome.recorded:
             record: Any = self._local.module._record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -32,13 +33,10 @@ ELEMENTWISE = {*PROPORTIONAL, optim.ASGD, optim.Rprop}
 SHAPES = (), (3,), (20, 4), (3, 2, 5)
 #: Prefixes of the names that :meth:`ClientOptimizer.rows` returns: of tensors and of numbers.
 OPTIMIZER_ROWS = ("optimizer.", "number.")
-#: Entries of parameter groups that schedulers and hooks set; an optimizer may learn the others.
-OPTIONS = {
-    *("lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "betas"),
-    *("momentum", "base_momentum", "max_momentum"),
-}
 #: Attributes of an optimizer that schedulers set, or that are restored elsewhere.
 _OTHERS = {"param_groups", "defaults", "step", "zero_grad", "_opt_called", "_step_count"}
+#: Types of the options of parameter groups.
+_PLAIN = (bool, int, float, str, tuple, Tensor, type(None))
 
 
 # --- any optimizer --------------------------------------------------------------------------------
@@ -47,6 +45,11 @@ _OTHERS = {"param_groups", "defaults", "step", "zero_grad", "_opt_called", "_ste
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of an optimizer, in the order of its groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested mappings, lists and tuples."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def optimizers_in(configured: Any) -> list[Optimizer]:
@@ -107,8 +110,9 @@ class ClientOptimizer:
 
     What the optimizers of ``torch.optim`` learn is in ``state``. Others also store counters and
     estimates in parameter groups, in attributes, or in an inner optimizer (Lookahead). A client
-    starts from a copy of all of this from before the first step of the round, except for
-    :data:`OPTIONS`, which :class:`~lightning_fl.federation.schedulers.Schedulers` restores.
+    starts from a copy of all of this from before the first step of the round. An entry of a
+    parameter group that changes in a step is learned; the other ones are options, which
+    :class:`~lightning_fl.federation.schedulers.Schedulers` restores.
 
     Args:
         optimizer: The optimizer, before its first step.
@@ -125,24 +129,25 @@ class ClientOptimizer:
         self.is_simple &= not optimizer.state
         #: Prefix of the parameters and groups in names of :meth:`rows`; none for the first one.
         self.prefix = f"{index}:" * bool(index)
-        self._has_stepped = False
+        self._has_stepped, self._before = False, list[dict[str, Any]]()
         #: Rates of the groups without the ratio of the client; only in a step of such a client.
         self._own_lr = list[Any]()
         self._is_in_step = False
         #: Parameters that the client does not train in this step, with their values.
         self.held = list[tuple[Tensor, Tensor]]()
+        #: Names of the learned entries of each parameter group, by its index.
+        self.learned = defaultdict[int, set[str]](set)
         #: Attributes of each optimizer, and entries of each parameter group, before the first step.
-        self._fresh = (list[dict[str, Any]](), list[dict[str, Any]]())
+        self._fresh = ([dict[str, Any]()], [dict[str, Any]()])
         if self.is_simple:
             return
         own = {id(param) for param in params_of(optimizer)}
-        for leaf in tree_leaves([*map(_own, self.optimizers), *optimizer.param_groups]):
-            is_own = id(leaf) in own or not isinstance(leaf, Tensor) or not leaf.numel()
-            if not is_own and (leaf != leaf.flatten()[0]).any():
+        for name, value in _entries(self.optimizers):
+            if any(id(t) not in own and _varies(t) for t in tensors_in(value)):
                 raise FederationError(
-                    f"{type(optimizer).__name__} cannot be reset for each client: it holds a copy"
-                    " of its parameters from the start. Choose another optimizer, or create this"
-                    " state in optimizer.state in its first step"
+                    f"{type(optimizer).__name__} cannot be reset for each client: it holds {name},"
+                    " a copy of its parameters, from the start. Choose another optimizer, or create"
+                    " this state in optimizer.state in its first step"
                 )
         self._fresh = self._copied()
 
@@ -157,13 +162,15 @@ class ClientOptimizer:
         if self._is_in_step:
             return
         self._is_in_step = True
+        if not self.is_simple:
+            self._before = [_marked(group) for group in self.optimizer.param_groups]
         if ratio != 1:
             self._own_lr = [group["lr"] for group in self.optimizer.param_groups]
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * ratio
 
     def after_step(self) -> Any:
-        """Restore the rates.
+        """Restore the rates; note the entries of the parameter groups that the step has changed.
 
         Returns:
             The first group's rate in the step without the ratio, which hooks may have set. A tensor
@@ -176,6 +183,12 @@ class ClientOptimizer:
             for param, value in self.held:
                 param.copy_(value)
         self._has_stepped = True
+        if not self.is_simple:
+            for i, (before, group) in enumerate(
+                zip(self._before, self.optimizer.param_groups, strict=True)
+            ):
+                now = _marked(group)
+                self.learned[i] |= {n for n in now if n not in before or before[n] != now[n]}
         return lr
 
     def leave_step(self) -> None:
@@ -200,10 +213,13 @@ class ClientOptimizer:
             for name in _own(optimizer).keys() - fresh.keys():
                 del now[name]
             now.update(fresh)
-        for fresh, group in zip(groups, self.optimizer.param_groups, strict=False):
-            kept = {name: group[name] for name in ("params", *OPTIONS) if name in group}
-            group.clear()
-            group.update(fresh | kept)
+        for i, (fresh, group) in enumerate(zip(groups, self.optimizer.param_groups, strict=False)):
+            others = (name for name in group if not _is_option(name, group[name]))
+            for name in self.learned[i].union(others):
+                if name in fresh:
+                    group[name] = fresh[name]
+                elif name != "params":
+                    del group[name]
 
     def options(self) -> Options:
         """Return a copy of the options of each parameter group."""
@@ -211,9 +227,9 @@ class ClientOptimizer:
             {
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in group.items()
-                if name in OPTIONS or (self.is_simple and name != "params")
+                if _is_option(name, value) and name not in self.learned[i]
             }
-            for group in self.optimizer.param_groups
+            for i, group in enumerate(self.optimizer.param_groups)
         ]
 
     def set_options(self, options: Options) -> None:
@@ -262,11 +278,9 @@ class ClientOptimizer:
                 raise self._not_kept("state without a parameter")
             for name, value in entries.items():
                 rows |= self._row(f"{self.prefix}{index}.{name}", value)
-        groups = zip(self._fresh[1], self.optimizer.param_groups, strict=False)
-        for index, (fresh, group) in enumerate(groups):
-            for name in sorted(group.keys() - OPTIONS - {"params"}):
-                if not is_same(group[name], fresh.get(name)):  # it is learned
-                    rows |= self._row(f"{self.prefix}group{index}.{name}", group[name])
+        for index, group in enumerate(saved["param_groups"]):
+            for name in sorted(self.learned[index] & group.keys()):
+                rows |= self._row(f"{self.prefix}group{index}.{name}", group[name])
         return rows
 
     def _row(self, name: str, value: Any) -> dict[str, Tensor]:
@@ -291,7 +305,9 @@ class ClientOptimizer:
             where = where.removeprefix(self.prefix)
             value = row.item() if kind == "number" else row.clone()
             if where.startswith("group"):
-                saved["param_groups"][int(where.removeprefix("group"))][key] = value
+                index = int(where.removeprefix("group"))
+                saved["param_groups"][index][key] = value
+                self.learned[index].add(key)
             else:
                 state.setdefault(int(where), {})[key] = value
         self.optimizer.load_state_dict({**saved, "state": state})
@@ -353,6 +369,36 @@ def _own(optimizer: Optimizer) -> dict[str, Any]:
         for name, value in vars(optimizer).items()
         if name not in _OTHERS and not name.startswith("_optimizer_")
     }
+
+
+def _entries(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Any]]:
+    """Yield all entries of optimizers by name: of attributes, ``state`` and parameter groups."""
+    for optimizer in optimizers:
+        for name, value in _own(optimizer).items():
+            if name == "state":
+                for entries in value.values():
+                    yield from entries.items() if isinstance(entries, dict) else [(name, entries)]
+            else:
+                yield name, value
+        for group in optimizer.param_groups:
+            yield from ((name, value) for name, value in group.items() if name != "params")
+
+
+def _is_option(name: str, value: Any) -> bool:
+    return name != "params" and isinstance(value, _PLAIN)
+
+
+def _marked(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values that compare unequal once an option of a parameter group has changed."""
+    return {
+        name: (id(value), value._version) if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if _is_option(name, value)
+    }
+
+
+def _varies(tensor: Tensor) -> bool:
+    return tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
 
 
 def is_same(value: Any, other: Any) -> bool:

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
@@ -29,6 +31,10 @@ class Padded(NamedTuple):
     sizes: Tensor
     is_full: bool = False
 
+    def counts(self) -> Tensor:
+        """Return the number of samples of each client, ``[k]``."""
+        return self.sizes
+
     def groups(self) -> list[tuple[Tensor, Any]]:
         """Return groups of clients with the same number of samples; see :meth:`Collated.groups`."""
         groups = []
@@ -48,6 +54,20 @@ class Collated(NamedTuple):
     """
 
     batches: Sequence[Any]
+
+    def counts(self) -> Tensor:
+        """Return the batch size of each client as Lightning infers it, ``[k]``."""
+        return torch.tensor([_batch_size(batch) for batch in self.batches])
+
+    def why_not_stacked(self) -> str | None:
+        """Return the reason why the batches cannot be stacked, or None."""
+        for leaf in tree_leaves([batch for batch in self.batches if batch is not None]):
+            if type(leaf) is not Tensor:
+                kind = type(leaf).__name__
+                return f"its batches contain a {kind}, but only tensors can be stacked"
+            if leaf.layout != torch.strided or leaf.is_nested:
+                return f"its batches contain a tensor of layout {leaf.layout}"
+        return None
 
     def groups(self) -> list[tuple[Tensor, Any]]:
         """Return groups of clients with batches of the same structure and shapes.
@@ -77,6 +97,13 @@ def copied(samples: Any) -> Any:
     return tree_map(
         lambda part: part.clone() if isinstance(part, Tensor) else copy.deepcopy(part), samples
     )
+
+
+def _batch_size(batch: Any) -> int:
+    try:
+        return 0 if batch is None else extract_batch_size(batch)
+    except MisconfigurationException:  # no tensor in it
+        return 1
 
 
 class BatchSamples:

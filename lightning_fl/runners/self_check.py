@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torchmetrics import Metric
 
 from lightning_fl.errors import FederationError, first_line
 from lightning_fl.functional.randomness import rng_state, seeded_rng
@@ -42,13 +43,12 @@ Result = tuple[Outcome, Tensors, Tensors, Tensors]
 
 
 class OrderCheck:
-    """Warn if a step of the first client changes the first step of the second.
+    """Warn if the training of the first client changes the first step of the second.
 
     Parameters and buffers belong to a client, everything else on a module is shared by all clients.
-    At the first client, the module is copied twice. At the second client, one copy makes a step
-    with the batch of the first client, and then both make the first step of the second, with its
-    tensors and the same random numbers. If losses or gradients differ, a warning names
-    ``lightning-fl check``.
+    At the second client, ``training_step`` runs on a deep copy of the module from before the first
+    client, and on one from now, both with the tensors, the batch and the random numbers of the
+    second client. If losses or gradients differ, a warning names ``lightning-fl check``.
 
     Args:
         tensors: The tensors of the user's module.
@@ -65,8 +65,9 @@ class OrderCheck:
         elif is_on and not self.module.automatic_optimization:  # its copy would step our optimizers
             self._skip("optimizes manually")
         self._first: int | None = None
-        self._copies = list[LightningModule]()
-        self._batch: Any = None
+        self._before: LightningModule | None = None
+        #: Attributes of the module and its parts after the first client.
+        self._after: list[dict[str, Any]] = []
 
     def _skip(self, why: str) -> None:
         self.is_done = True
@@ -77,40 +78,64 @@ class OrderCheck:
 
     def begin_round(self) -> None:
         """End the check after the first round that had a client."""
-        self.is_done |= self._first is not None
+        if self._first is not None:
+            self.is_done, self._before, self._after = True, None, []
 
     def begin_step(self, client: int, batch: Any) -> None:
         """Copy the module at the first step of the first client; compare at that of the second."""
         if self.is_done:
             return
         if self._first is None:
-            self._first, shared = client, self.tensors.constants.values()
-            try:
-                self._copies = [copied_module(self.module, shared) for _ in range(2)]
-                self._batch = copied(batch)
-            except Exception as error:  # locks, threads, tensors of a graph raise different kinds
-                self._skip(f"cannot be copied ({error})")
+            self._first, self._before = client, self._copied()
         elif client != self._first:
             self.is_done = True
-            self._step(self._copies[1], self._batch)
-            fresh, used = (self._step(each, batch) for each in self._copies)
-            self._copies = []
-            if fresh and used and not is_equal(fresh, used):
+            if self._differs(batch):
                 rank_zero_warn(
                     f"the training of the first client changes a step of the second: the"
                     f" training_step of {type(self.module).__name__} depends on state outside of"
                     " parameters and buffers, which all clients share. lightning-fl check names it"
                 )
+            self._before, self._after = None, []
 
-    def _step(self, module: LightningModule, batch: Any) -> list[Tensor]:
+    def end_client(self) -> None:
+        """Note the attributes of the module after the first client."""
+        if not self.is_done and self._first is not None and not self._after:
+            self._after = [dict(vars(part)) for part in self.module.modules()]
+
+    def _copied(self) -> LightningModule | None:
+        try:
+            return copied_module(self.module, self.tensors.constants.values())
+        except Exception as error:  # locks, threads, tensors of a graph raise different kinds
+            self._skip(f"cannot be copied ({error})")
+            return None
+
+    def _differs(self, batch: Any) -> bool:
+        """Return whether the step depends on what the first client has left."""
+        before, now, again = self._before, self._copied(), self._copied()
+        if before is None or now is None or again is None:
+            return False
+        # What hooks and callbacks have set since then is meant for this client.
+        modules = (each.modules() for each in (self.module, before, again))
+        for part, of_before, of_again, after in zip(*modules, self._after, strict=False):
+            for name, value in vars(part).items():
+                if after.get(name, self) is not value and name != "_trainer":
+                    vars(of_before)[name] = vars(of_again)[name]
+        expected = self._step(now, batch)
+        if not expected or is_equal(expected, self._step(before, batch)):
+            return False
+        # The copy may share what was set since then with the one from before.
+        return is_equal(expected, self._step(self._copied(), batch))
+
+    def _step(self, module: LightningModule | None, batch: Any) -> list[Tensor]:
         """Return loss and gradients of the step on a copy; empty if it fails."""
+        if module is None:
+            return []
         own, shared = vars(module), vars(self.module)
         own.update({k: shared[k] for k in (GLOBAL_PARAMETERS, HYPERPARAMETERS) if k in shared})
-        silent = attributes_set(self.module.trainer, {"_loggers": [DummyLogger()]})
         try:
+            _loaded(module, self.tensors.by_name)
+            silent = attributes_set(self.module.trainer, {"_loggers": [DummyLogger()]})
             with seeded_rng(0, self.module.device), torch.enable_grad(), silent:
-                _loaded(module, self.tensors.by_name)
-                call_hook(module, "on_client_start")
                 step = LocalStep(module, self.tensors.constants)
                 outcome, gradients = step.by_itself({}, copied(batch))
         except Exception:  # the step itself will fail
@@ -196,6 +221,9 @@ class VectorizedCheck:
         except Exception:  # the step may not support double precision
             self._is_wide, first, second, mapped = False, *(self._copied() for _ in range(3))
             own = [self._own(first, 0)]
+        for metric, copied_one in zip(metrics_of(self.module), metrics_of(first), strict=False):
+            if metric._update_count != copied_one._update_count:
+                return f"training_step updates the metric {type(metric).__name__}"
         own.append(self._own(second, 1))
         if not is_equal(_numbers(own[1]), _numbers(self._own(first, 1))):
             return "training_step depends on what an earlier step has left in an attribute"
@@ -310,6 +338,14 @@ def _loaded(module: nn.Module, values: Tensors) -> Tensors:
     for name, value in values.items():
         tensors[name].data.copy_(value)
     return tensors
+
+
+def metrics_of(module: nn.Module) -> Iterator[Metric]:
+    """Yield the metrics of a module, also those in attributes that are lists or dictionaries."""
+    for part in module.modules():
+        for value in tree_leaves(dict(vars(part))):
+            if isinstance(value, nn.Module):
+                yield from (each for each in value.modules() if isinstance(each, Metric))
 
 
 def _numbers(result: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -21,19 +22,24 @@ class ModuleTensors:
     """Hold the parameters and buffers of a module, by name, at the start of a fit.
 
     Args:
-        module: The module.
+        module: The module. Its expanded buffers are copied, since they cannot be written to.
         constants: Parameters that all clients share, by name.
     """
 
     def __init__(self, module: LightningModule, constants: Mapping[str, nn.Parameter]) -> None:
         self.module, self.constants = module, dict(constants)
+        self._has_warned = False
         #: Buffers with their owners and names there, full names and shapes.
-        self._owned = [
-            (owner, name, f"{prefix}.{name}".strip("."), buffer, buffer.shape)
-            for prefix, owner in module.named_modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
+        self._owned = []
+        for prefix, owner in module.named_modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is None:
+                    continue
+                if 0 in buffer.stride():
+                    buffer = buffer.clone(memory_format=torch.contiguous_format)
+                    owner._buffers[name] = buffer
+                full_name = f"{prefix}.{name}".strip(".")
+                self._owned.append((owner, name, full_name, buffer, buffer.shape))
         #: Parameters that differ between clients, by name.
         self.parameters = {
             name: p for name, p in module.named_parameters() if name not in self.constants
@@ -50,21 +56,26 @@ class ModuleTensors:
             FederationError: If the shape of a buffer has changed, or if its new values do not fit
                 into its dtype.
         """
+        changed = list[str]()
         for owner, name, full_name, buffer, shape in self._owned:
             if (now := owner._buffers[name]) is None:
                 continue
-            owner._buffers[name] = buffer
             # Another dtype would cut off fractions.
             if now.shape != shape or not torch.can_cast(now.dtype, buffer.dtype):
-                buffer.data = buffer.new_zeros(shape)  # so that the global model can be restored
-                raise FederationError(
-                    f"{type(self.module).__name__} changed the shape or dtype of its buffer"
-                    f" {full_name} from {tuple(shape)}, {buffer.dtype} to {tuple(now.shape)},"
-                    f" {now.dtype}, so that clients cannot be averaged. Register the buffer with"
-                    " its final shape and dtype"
+                changed.append(
+                    f"{full_name} from {tuple(shape)}, {buffer.dtype}"
+                    f" to {tuple(now.shape)}, {now.dtype}"
                 )
-            if now is not buffer:
+                buffer.data = buffer.new_zeros(shape)  # so that the global model can be restored
+            elif now is not buffer:
                 buffer.copy_(now)
+            owner._buffers[name] = buffer
+        if changed:
+            raise FederationError(
+                f"{type(self.module).__name__} changed the shape or dtype of its buffer"
+                f" {changed[0]}, so that clients cannot be averaged. Register the buffer with its"
+                " final shape and dtype"
+            )
 
     def check_parameters(self) -> None:
         """Check that all parameters of the module are those of the start of the fit.
@@ -80,6 +91,17 @@ class ModuleTensors:
                     " during the fit, so that clients do not exchange it. Add it before the fit,"
                     " and write new values into it, as with param.data.copy_(values)"
                 )
+
+    def warn_of_late_buffers(self) -> None:
+        """Warn once of buffers that were registered during the fit and cannot be reset."""
+        late = [name for name, _ in self.module.named_buffers() if name not in self.buffers]
+        if late and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{type(self.module).__name__} registered the buffer {late[0]} during the fit, so"
+                " that it is carried over from client to client and not averaged. Register it"
+                " before the fit, or run the module once on a sample before the fit"
+            )
 
     @property
     def wants_start(self) -> bool:

@@ -25,7 +25,7 @@ from lightning_fl.runners.optimizer import (
     is_proportional,
     params_of,
 )
-from lightning_fl.runners.samples import BatchSamples, Padded, Samples
+from lightning_fl.runners.samples import BatchSamples, Collated, Padded, Samples
 from lightning_fl.runners.stacks import Stacks, keep_freed_memory
 from lightning_fl.runners.tensors import beside, flatten, placed, scattered, select, unflatten
 from lightning_fl.runners.user_hooks import GRADIENT_HOOKS, callbacks_with, why_alone
@@ -245,6 +245,7 @@ class VectorizedRunner(ClientRunner):
             The sum of losses, for the backward pass.
         """
         active, self.has_updated = self.active[self.step], False
+        versions = [param._version for param in self.stacks.params.values()]
         updates = self.may_update and self._client_ratios is None and not self.gradient_terms
         try:
             total, outcome = self._losses(samples, active, updates)
@@ -254,6 +255,9 @@ class VectorizedRunner(ClientRunner):
                 " VectorizedClients: --vectorize=null --ckpt_path=last"
             )
             raise
+        has_written = versions != [param._version for param in self.stacks.params.values()]
+        if self._client_ratios is not None and not self.moves_first and has_written:
+            self._note_start()
         for name, buffer in outcome.buffers.items():
             after = buffer.detach()
             if not active.all():
@@ -261,10 +265,12 @@ class VectorizedRunner(ClientRunner):
             self.stacks.buffers[name] = after
         if self.step == 0:
             self.first_losses = outcome.task_loss
-        self.logs.note(outcome, self.sizes[self.step], active)
+        self.logs.note(outcome, samples, self.sizes[self.step], active)
         return total
 
     def _losses(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
+        if isinstance(samples, Collated) and (why := samples.why_not_stacked()):
+            raise FederationError(why)
         if isinstance(samples, Padded) and samples.is_full:
             return self._all(samples.tensors, None, updates)
         # A graph would also update clients that are done.
@@ -331,11 +337,15 @@ class VectorizedRunner(ClientRunner):
     def before_step(self, active: Tensor) -> Tensors:
         """Return the tensors that :meth:`after_step` restores for clients that are done."""
         if self._client_ratios is not None:
-            params = self.stacks.params.values()
-            self._start = [p.detach().clone() for p in params if p.requires_grad]
+            self._note_start()
         if active.all():
             return {}
         return {name: tensor.clone() for name, tensor in self._stepped().items()}
+
+    @torch.no_grad()
+    def _note_start(self) -> None:
+        """Record the parameters before the optimizer step, after writes of the module itself."""
+        self._start = [p.detach().clone() for p in self.stacks.params.values() if p.requires_grad]
 
     @torch.no_grad()
     def after_step(self, before: Tensors, active: Tensor) -> None:

@@ -268,7 +268,7 @@ class Images(nn.Sequential):
 # With "auto", networks with 2-d convolutions train one after another.
 @pytest.mark.parametrize(
     ("group_size", "compile", "steps", "extra"),
-    [(None, False, 4 * 3, 3), (4, False, 3, 5), ("auto", "auto", 4 * 3, 3)],
+    [(None, False, 4 * 3, 2), (4, False, 3, 5), ("auto", "auto", 4 * 3, 2)],
 )
 def test_training_step_is_called_once_per_local_step_and_for_the_check(
     train, tiny, data, group_size, compile, steps, extra

@@ -167,7 +167,7 @@ REFUSED = {
     "padding by the function": (Words, None, "uses aten.embedding, whose gradients"),
     "item": (mlp(), item, "RuntimeError: .*item"),
     "a branch": (mlp(), branch, "RuntimeError: .*data-dependent control flow"),
-    "a metric": (mlp(), metric, "training_step stores tensors in the attribute total"),
+    "a metric": (mlp(), metric, "training_step updates the metric Total"),
     "no loss": (mlp(), nothing, "no loss"),
     "parameters in a list": (mlp(), in_a_list, "its vectorized step gives different results"),
     "a list and noise": (mlp(nn.Dropout()), in_a_list, "vectorized step gives different results"),
