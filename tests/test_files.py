@@ -138,3 +138,22 @@ def test_an_error_of_the_disk_is_not_hidden_by_torch_save(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == []
+
+
+def test_a_lock_is_gone_with_its_process_although_a_forked_one_lives_on(tmp_path, other):
+    """As workers of a data loader do, for some seconds."""
+
+    def hold_and_fork(ready):
+        lock = FolderLock(tmp_path)
+        reader, writer = os.pipe()
+        if not os.fork():
+            os.write(writer, b".")  # the hooks of the fork have run
+            time.sleep(2)
+            os._exit(0)
+        os.read(reader, 1)
+        ready()
+        time.sleep(60)
+        lock.release()
+
+    other(hold_and_fork).kill()
+    FolderLock(tmp_path).release()

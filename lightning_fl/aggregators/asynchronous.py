@@ -113,7 +113,7 @@ class AsynchronousAggregator(Aggregator):
                     "the virtual clock differs from that of the checkpoint, so clients in training"
                     f" started from other models: round {plan.round} ended after"
                     f" {float(self.time):g} s there, and after {before.time:g} s here. To resume,"
-                    " restore clients_per_round, the policy, the trace, and the options of"
+                    " restore clients_per_round, the policy, and the options of"
                     " AsynchronousSampler and ClientFaults; to start a new run, remove ckpt_path"
                 )
         self._round, flush = plan.round, self._sampler.flush(plan.round)

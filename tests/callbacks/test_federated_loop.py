@@ -1067,3 +1067,18 @@ def test_a_module_with_a_scripted_network_trains(fit, linear):
     for module in (plain, scripted):
         fit(module)
     assert torch.equal(plain.net.weight, scripted.net.weight)
+
+
+def test_an_exception_beside_a_buffer_of_another_shape_leaves_the_server_model(fit, foreign):
+    module = foreign()
+    before = copy.deepcopy(module.state_dict())
+
+    def fails(*_):
+        module.net[1].running_mean = torch.zeros(3)
+        raise ZeroDivisionError
+
+    module.on_train_batch_end = fails
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(module)
+    assert same(module.state_dict(), before)
+    assert "Clean-up" not in "".join(caught.value.__notes__)

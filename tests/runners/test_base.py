@@ -197,3 +197,32 @@ def test_a_module_has_what_its_client_started_from_until_the_fit_ends():
     assert module.bias.item() != 5
     made.close()
     assert module.federated_global_parameters == {}
+
+
+def copies(rows):
+    return {name: row.clone() for name, row in rows.items()}
+
+
+def test_strides_do_not_matter():
+    tensor = torch.arange(6.0).view(2, 3).T
+    vector = TensorList([tensor], torch.float32)
+    assert vector.read().tolist() == [0, 3, 1, 4, 2, 5]
+    vector.write(torch.arange(6.0))
+    assert tensor.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_client_starts_from_its_local_buffers(runner):
+    made = runner(buffers="local")
+    load(made)
+    buffers(made)["mean"] += 10
+    buffers(made)["count"] += 2
+    buffers(made)["flags"][1] = True
+    rows = copies(made.rows()[0])
+    assert rows.keys() == {"buffer.mean", "buffer.count", "buffer.flags"}
+    made.write(ServerState(torch.tensor([1.0, 2, 3, 4, 5, 6]), torch.tensor([7, 1, 0])))
+    load(made)
+    assert buffers(made)["mean"].tolist() == [6]
+    start = load(made, rows=rows)
+    assert (buffers(made)["mean"].tolist(), buffers(made)["count"].item()) == ([16], 9)
+    assert buffers(made)["flags"].tolist() == [True, True]
+    assert ends(made, start)[4] == 5

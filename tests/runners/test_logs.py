@@ -1,7 +1,9 @@
 """What a module logs in vectorized training is what it logs in sequential training."""
 
 import pytest
+import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 
 from lightning_fl.types import FederationError
 
@@ -67,3 +69,30 @@ def test_a_value_that_is_logged_for_some_clients_of_a_group_is_refused(train, ti
 
     with pytest.raises(FederationError, match="it logs full for some clients only"):
         train(tiny(OfFullBatches), 7)
+
+
+def test_a_step_is_logged_as_the_mean_of_its_samples(train, tiny, ragged):
+    """The last step of a round with a group of seven is that of the clients with most steps."""
+
+    class Look(Callback):
+        steps = ()
+
+        def on_train_batch_end(self, trainer, module, *args):
+            self.steps += (float(trainer.callback_metrics["loss_step"]),)
+
+    plain, group_size = Look(), Look()
+    federation = {"policy": train.policy(lr=False)}
+    data = ragged()
+    train(tiny(), datamodule=data, rounds=1, callbacks=[plain], federation=federation)
+    train(tiny(), 7, datamodule=ragged(), rounds=1, callbacks=[group_size], federation=federation)
+    of = {}  # [client, step]
+    steps = iter(plain.steps)
+    for client in range(7):
+        for i in range(1 + client % 3):
+            of[client, i] = next(steps)
+    for i, found in enumerate(group_size.steps):
+        clients = torch.tensor([c for c in range(7) if (c, i) in of])
+        n = data.batch_sizes(clients, i, 1)[0]
+        losses = torch.tensor([of[int(c), i] for c in clients])
+        assert found == pytest.approx(float((losses * n).sum() / n.sum()), rel=1e-5)
+    assert len(group_size.steps) == 3

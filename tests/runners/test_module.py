@@ -731,3 +731,19 @@ def test_client_hooks_of_terms_run_for_each_client_only_if_one_uses_them(
     assert len(calls) == (0 if uses is None else 7)
     assert rows == ([] if uses is None else list(range(7)))
     assert module.trainer.callback_metrics["train_loss"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*trains one client after another")
+def test_samples_that_a_module_keeps_do_not_change(train, tiny):
+    class Keeps(tiny.kind):
+        kept = ()
+
+        def training_step(self, batch, batch_idx):
+            if batch[0].sum().item() is not None:  # which cannot be mapped
+                self.kept += ((batch[0], batch[0].clone()),)
+            return super().training_step(batch, batch_idx)
+
+    module = tiny(Keeps)
+    train(module, 3)
+    assert len(module.kept) > 20
+    assert all(torch.equal(kept, copied) for kept, copied in module.kept)

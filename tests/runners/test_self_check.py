@@ -419,3 +419,19 @@ def test_streams_and_threads_of_a_module_are_those_of_lightning(
     train(module, wrap, datamodule=samples, federation=federation, rounds=2)
     assert module.close() == plain.close() == list(range(len(module.written)))
     torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
+
+
+def test_the_check_changes_no_options_of_the_optimizer(train, tiny):
+    class Halves(tiny().__class__):
+        """Trains at half the rate of the options; the check has copies of it."""
+
+        def on_client_start(self):
+            for group in self.optimizers().param_groups:
+                group["lr"] *= 0.5
+
+    found = []
+    for is_on in (True, False):
+        module = tiny(Halves)
+        train(module, federation={"policy": Schedule(num_steps=2), "check": is_on})
+        found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    assert torch.equal(*found)

@@ -184,3 +184,16 @@ def test_groups_of_other_sizes_train_in_the_same_memory(train, tiny, data):
     train(module, 3, datamodule=data(num_clients=5), federation={"policy": Schedule()})
     assert len(set(module.found)) == 3
     assert module.found[3] == module.found[0]
+
+
+def test_a_step_may_write_to_its_parameters_after_the_first(agree, tiny):
+    """Clients have different rates, and the check of the first round makes first steps only."""
+
+    class Shrinks(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            if batch_idx:
+                with torch.no_grad():
+                    self.net[0].weight.mul_(0.9)
+            return super().training_step(batch, batch_idx)
+
+    agree(lambda: tiny(Shrinks))

@@ -219,3 +219,20 @@ def test_a_buffer_that_changes_its_dtype_is_refused_by_name(train, tiny, ragged,
     with pytest.raises(FederationError, match=r"of its buffer average from .*int64 to") as info:
         train(tiny(Fractions), group_size, datamodule=ragged(drop_last=True))
     assert not any("failed" in note for note in info.value.__notes__)
+
+
+class Late(Averaging):
+    """Registers a buffer in its first step."""
+
+    def training_step(self, batch, batch_idx):
+        if not hasattr(self, "factor"):
+            self.register_buffer("factor", torch.ones(()), persistent=False)
+        self.factor.mul_(0.9)
+        return super().training_step(batch, batch_idx) * self.factor
+
+
+@pytest.mark.parametrize("group_size", [None, 3])
+@pytest.mark.filterwarnings("ignore")
+def test_a_buffer_that_is_registered_during_the_fit_is_named(train, tiny, ragged, group_size):
+    with pytest.warns(UserWarning, match="registered the buffer factor during the fit"):
+        train(tiny(Late, in_place), group_size, datamodule=ragged(drop_last=True))
