@@ -240,9 +240,11 @@ class LocalStep(nn.Module):
             is_mapped: Whether to use ``vmap``; a graph of one client does not, which is faster.
             function: Function of a client's tensors to map; None means :meth:`one`.
         """
+        # torch 2.6 compiles neither an `or` nor a union of dictionaries.
         own: dict[str, Any] = {"params": params, "buffers": buffers, "fixed": fixed, "batch": batch}
-        own |= {"weight": weight, "hyperparameters": hyperparameters or {}}
-        mapped = self.one if function is None else function  # torch 2.6 does not compile an `or`
+        own["weight"] = weight
+        own["hyperparameters"] = {} if hyperparameters is None else hyperparameters
+        mapped = self.one if function is None else function
 
         def step(client: dict[str, Any]) -> Any:
             return mapped(**client)

@@ -394,6 +394,8 @@ def test_natural_clients_hold_what_validation_leaves_of_their_samples():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32])
 def test_labels_may_be_integers_of_any_type(dtype):
+    if dtype in (torch.uint16, torch.uint32) and torch.__version__ < "2.11":
+        pytest.skip("PyTorch before 2.11 does not select rows of such tensors")
     labels = (torch.arange(60) % 2).to(dtype)
     for partition in (IID(), Dirichlet(), ByLabel()):
         data = federated(TensorDataset(torch.arange(60.0), labels), partition=partition, val_size=8)
