@@ -46,7 +46,7 @@ class Aggregator(Metric, ABC):
     #: Whether the result depends on which parameters the clients train; see
     #: :meth:`Aggregator.start`.
     needs_trained_mask = False
-    #: What the rule needs of local training; see :func:`~.local_training.check_training`.
+    #: What the rule needs of local training; see ``local_training.check_training``.
     needs: Collection[str] = ()
     #: Buffers that grow in a run, such as tables of clients; a checkpoint has larger ones.
     grown: ClassVar[tuple[str, ...]] = ()

@@ -14,7 +14,7 @@ from lightning_fl.contracts.update import ClientUpdate
 class ClientModels(Aggregator, ABC):
     """Base class of rules that keep a model of each client, from which it starts its next round.
 
-    All clients begin with the initial model. Subclasses define :meth:`compute`, which gets the
+    All clients begin with the initial model. Subclasses define ``compute``, which gets the
     updates of the round from ``self.gather_by_client("ids", "deltas")``, writes to ``models``, and
     sets ``begun`` to True.
     """
