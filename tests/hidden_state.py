@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_fl.runners.optimizer import ClientOptimizer
+from lightning_fl.runners.client_optimizers import ClientOptimizer
 
 
 class Counting(Optimizer):

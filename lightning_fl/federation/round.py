@@ -39,7 +39,7 @@ from lightning_fl.functional.randomness import (
 )
 from lightning_fl.hooks import call_hook
 from lightning_fl.options import describe
-from lightning_fl.runners.optimizer import Options
+from lightning_fl.runners.client_optimizers import Options
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_module import StepModule
 

@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fl.errors import FederationError
 from lightning_fl.runners import ClientOptimizers
-from lightning_fl.runners.optimizer import Options, is_same
+from lightning_fl.runners.client_optimizers import Options
+from lightning_fl.runners.optimizer import is_same
 
 #: States of step-wise schedulers, and the options of each optimizer.
 ScheduleState = tuple[list[dict[str, Any]], list[Options]]

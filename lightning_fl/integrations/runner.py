@@ -15,7 +15,7 @@ from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.datamodules.splits import Split
 from lightning_fl.integrations.messages import Reply
 from lightning_fl.runners import ClientRunner
-from lightning_fl.runners.optimizer import Rows
+from lightning_fl.runners.client_optimizers import Rows
 
 
 class RemoteRunner(ClientRunner):

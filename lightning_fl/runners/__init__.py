@@ -4,8 +4,9 @@
   clients at once, ``vectorized_clients`` is the wrapper that Lightning gets for them and chooses a
   runner, ``groups`` the number of these clients.
 - ``local_step`` is a training step as a function of its tensors, ``compiled`` the same as a graph.
-  ``samples`` goes into it, ``tensors`` and ``optimizer`` are changed by it. ``step_module`` is what
-  a module of the package tells it.
+  ``samples`` goes into it, ``tensors`` and ``optimizer`` are changed by it; ``client_optimizers``
+  makes the optimizers fresh for each client. ``step_module`` is what a module of the package tells
+  it.
 - ``local_tensors`` stay with a client, ``constants`` are shared by all, ``phases`` tell which
   parameters are trained when, ``hyperparameters`` are numbers of a policy, and ``spectral_norm``
   has vectors without a mean.
@@ -15,8 +16,9 @@
 
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
+from lightning_fl.runners.client_optimizers import ClientOptimizer, ClientOptimizers
 from lightning_fl.runners.hyperparameters import Declared
-from lightning_fl.runners.optimizer import ClientOptimizer, ClientOptimizers, optimizers_in
+from lightning_fl.runners.optimizer import optimizers_in
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.tensors import TensorList, flat
 from lightning_fl.runners.vectorized_clients import VectorizedClients, client_runner, user_module

@@ -18,16 +18,11 @@ from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
+from lightning_fl.runners.client_optimizers import ClientOptimizer, ClientOptimizers, Rows
 from lightning_fl.runners.constants import Constants
 from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.local_tensors import named_local_tensors
-from lightning_fl.runners.optimizer import (
-    ClientOptimizer,
-    ClientOptimizers,
-    Rows,
-    around_steps,
-    evaluates_often,
-)
+from lightning_fl.runners.optimizer import around_steps, evaluates_often
 from lightning_fl.runners.phases import PhasedTraining, trained_parameters
 from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, TensorList, flat

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.runners.base import ClientRunner
+from lightning_fl.runners.client_optimizers import OPTIMIZER_ROWS, Rows
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import reported_loss
-from lightning_fl.runners.optimizer import OPTIMIZER_ROWS, Rows
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS
 
 

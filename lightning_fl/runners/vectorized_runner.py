@@ -15,16 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
+from lightning_fl.runners.client_optimizers import Rows
 from lightning_fl.runners.compiled import MOST_GRAPHS, Graphs, graph_of, shape_of, with_gradients
 from lightning_fl.runners.groups import knows_weights
 from lightning_fl.runners.local_step import LocalStep, Outcome, StepLogs, Tensors
-from lightning_fl.runners.optimizer import (
-    Rows,
-    fresh,
-    has_step_hooks,
-    is_proportional,
-    params_of,
-)
+from lightning_fl.runners.optimizer import fresh, has_step_hooks, is_proportional, params_of
 from lightning_fl.runners.samples import BatchSamples, Collated, Padded, Samples
 from lightning_fl.runners.stacks import Stacks, keep_freed_memory
 from lightning_fl.runners.tensors import beside, flatten, placed, scattered, select, unflatten

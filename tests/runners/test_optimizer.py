@@ -10,7 +10,8 @@ from grids import diagonal
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.optimizers import Adaptive, Combined, PFedMe
 from lightning_fl.policies import Schedule
-from lightning_fl.runners.optimizer import ClientOptimizer, why_not_apart, why_not_elementwise
+from lightning_fl.runners.client_optimizers import ClientOptimizer
+from lightning_fl.runners.optimizer import why_not_apart, why_not_elementwise
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError
 
