@@ -61,10 +61,10 @@ class Batches(Dataset[Any]):
             self._collated(part, key) if len(part.index) else None for part, key in parts
         )
 
-    def _fetched(self, batch: Batch) -> list[Any]:
+    def _fetched(self, batch: Batch, reuse: bool = False) -> list[Any]:
         """Return samples in memory, with their random numbers for augmentation."""
         draws = [] if batch.draws is None else [Draws(batch.draws)]
-        return [*self.data.fetch(batch.index), *draws]
+        return [*self.data.fetch(batch.index, reuse), *draws]
 
     def _collated(self, batch: Batch, key: tuple[int, ...]) -> Any:
         if isinstance(self.data, InMemory) and self.collate is default_collate:
@@ -118,7 +118,7 @@ class Batches(Dataset[Any]):
         steps = self.waiting.pop((round, position))
         for place in [place for place in self.waiting if place[0] < round]:
             del self.waiting[place]  # fetched by others
-        return lambda step: self._fetched(steps[step])
+        return lambda step: self._fetched(steps[step], reuse=True)
 
 
 class Workers:

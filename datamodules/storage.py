@@ -28,6 +28,7 @@ class InMemory(TensorDataset):
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__(*tensors)
+        self._memory: dict[int, list[Tensor]] = {}
         self._copy: InMemory | None = None
         #: Key of each sample for ``Natural``, and names of keys that are indices; None if unknown.
         self.keys: Any = None
@@ -48,15 +49,21 @@ class InMemory(TensorDataset):
             self._copy = InMemory(*(t.to(device) for t in self.tensors))
         return self._copy
 
-    def fetch(self, index: Tensor) -> list[Tensor]:
+    def fetch(self, index: Tensor, reuse: bool = False) -> list[Tensor]:
         """Return the samples of a batch, stacked, in a list as from a ``DataLoader``.
 
         Args:
             index: Indices of the samples, ``[n]``.
+            reuse: Whether to write to the memory of the last batch of this length with ``reuse``.
+                To allocate memory takes longer than the copy.
         """
-        index = index.to(self.device, non_blocking=True)
+        index, n = index.to(self.device, non_blocking=True), len(index)
+        if reuse and n not in self._memory:
+            self._memory[n] = [t.new_empty(n, *t.shape[1:]) for t in self.tensors]
+        places = self._memory[n] if reuse else [None] * len(self.tensors)
         # index_select is several times faster than t[index] for small batches.
-        return [t.index_select(0, index) for t in self.tensors]
+        pairs = zip(self.tensors, places, strict=True)
+        return [torch.index_select(tensor, 0, index, out=place) for tensor, place in pairs]
 
 
 def not_found(data: object, where: str, remedy: str = "") -> FederationError:

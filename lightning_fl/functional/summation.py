@@ -193,23 +193,37 @@ def add_rows(total: Tensor | VectorSum, rows: Tensor, weights: Tensor | None = N
     if not rows.numel():
         return
     factors = total.new_ones(len(rows)) if weights is None else weights.to(total)
-    width = max((PIECE if total.device.type == "cpu" else DEVICE_PIECE) // len(rows), 1)
-    for state, piece in zip(total.split(width, 1), rows.split(width, 1), strict=True):
-        _add_piece(state, piece, factors)
+    width = max((PIECE if total.device.type == "cpu" else DEVICE_PIECE) // min(len(rows), ROWS), 1)
+    for some, weight in zip(rows.split(ROWS), factors.split(ROWS), strict=True):
+        for state, piece in zip(total.split(width, 1), some.split(width, 1), strict=True):
+            _add_piece(state, piece, weight)
 
 
 def _add_piece(total: Tensor, rows: Tensor, factors: Tensor) -> None:
-    addends = rows.to(total) * factors[:, None]
-    rest = addends * total[-1]
-    # Bins are shifted up for too large addends. These are rare, but other devices would wait for
-    # the answer whether there are any.
-    if total.device.type != "cpu" or not float(rest.abs().amax()) < _LIMIT:
-        total.copy_(_moved(total, _scale_for(addends.abs().amax(0))))
-        rest = addends * total[-1]
+    addends = rows.to(total, copy=True).mul_(factors[:, None])
+    rest, rounded = addends * total[-1], torch.empty_like(addends)
+    at = _too_large(rest)
+    if at is not None:
+        total[:, at] = _moved(total[:, at], _scale_for(addends[:, at].abs().amax(0)))
+        rest[:, at] = addends[:, at] * total[-1, at]
     for unit_bin, anchor in zip(total[:-1], _ANCHORS, strict=True):
-        rounded = (rest + anchor).sub_(anchor)
-        unit_bin += rounded.sum(0)
+        torch.add(rest, anchor, out=rounded).sub_(anchor)
+        unit_bin += torch.ones_like(factors) @ rounded if len(rounded) > 1 else rounded[0]
         rest -= rounded
+
+
+def _too_large(rest: Tensor) -> Tensor | slice | None:
+    """Return the columns in which an addend needs other bins, or None.
+
+    Few do. On other devices than a CPU they are all columns, since it would wait for the answer.
+    """
+    if rest.device.type != "cpu":
+        return slice(None)
+    low, high = map(float, rest.aminmax())
+    if -_LIMIT < low <= high < _LIMIT:
+        return None
+    columns = (~(rest.abs().amax(0) < _LIMIT)).nonzero()[:, 0]
+    return columns if len(columns) < rest.shape[1] // 8 else slice(None)
 
 
 def _scale_for(addend: Tensor) -> Tensor:
@@ -224,6 +238,8 @@ def _moved(total: Tensor, scale: Tensor) -> Tensor:
     scale = torch.minimum(scale, total[-1])
     moved = torch.zeros_like(total)
     moved[-1] = scale
+    if total.device.type == "cpu" and not total[:-1].any():  # nothing to shift
+        return moved
     ratio = scale / total[-1]  # 2 ** -BITS to the power of the number of shifted bins
     for i in range(BINS):
         for up in range(i + 1):
