@@ -79,7 +79,7 @@ def grown(clients: int, rounds: int, state: bool) -> dict[str, Any]:
         "state": state,
         "setup": run.setup,
         "seconds": median(run.seconds[1:]),
-        "MiB": peak() - problem.data.nbytes / 2**20,
+        "MiB": peak() - sum(t.nbytes for t in problem.data.tensors) / 2**20,
         "more": half[-1] - half[0],
         "saving": saving,
         "size": size,

@@ -17,6 +17,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.partition import Partition, checksum
+from lightning_fl.partition.base import joined
 
 #: Maximum number of classes that are counted.
 MOST_CLASSES = 100_000
@@ -80,7 +81,9 @@ class Split:
         classes = int(labels.max()) + 1
         if classes > MOST_CLASSES:  # numbers that are no classes, such as times
             return None
-        return torch.stack([labels[part].bincount(minlength=classes) for part in parts])
+        samples, sizes = joined(parts)
+        cells = torch.arange(len(parts)).repeat_interleave(sizes) * classes + labels[samples]
+        return cells.bincount(minlength=len(parts) * classes).view(-1, classes)
 
 
 def split_samples(data: Any, options: Any, seed: int, tests: list[Tensor]) -> Split:
@@ -117,7 +120,9 @@ def split_samples(data: Any, options: Any, seed: int, tests: list[Tensor]) -> Sp
     rows = rule(by, clients, generator(seed, RandomStream.PARTITION))
     names = [_name(by[part].unique(), key_names) for part in rows] if key_names else []
     order, count = _unseen_last(rule, options.unseen_clients, names, len(rows), seed)
-    parts = [kept[rows[client]] for client in order]
+    samples, sizes = joined([rows[client] for client in order])
+    del rows  # a million tensors take a gigabyte
+    parts = list(kept[samples].split(sizes.tolist()))
     names, tests = [names[i] for i in order if names], [tests[i] for i in order if tests]
     if codes is not None:
         for client in range(count, len(parts)):  # the server validates on no unseen client
@@ -131,8 +136,8 @@ def split_samples(data: Any, options: Any, seed: int, tests: list[Tensor]) -> Sp
         parts, tests = _local_tests(parts, strata, options.local_test_size, seed)
     _check_apart(data, parts, [held, *tests])
     parts, unseen = parts[:count], parts[count:]
-    steps, samples = _in_steps(parts, options.stream_steps, seed), samples_checksum(data, classes)
-    return Split(classes, names, held, parts, unseen, tests, steps, seed, samples)
+    steps, known = _in_steps(parts, options.stream_steps, seed), samples_checksum(data, classes)
+    return Split(classes, names, held, parts, unseen, tests, steps, seed, known)
 
 
 def _check_rule(rule: Partition, data: Any, has_keys: bool, has_classes: bool) -> None:

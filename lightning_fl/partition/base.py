@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -63,17 +64,18 @@ class Partition(ABC):
             )
         hint = "each client needs a sample"
         check_integer("num_clients", num_clients, min=1, max=len(labels), hint=hint)
-        parts = [part.sort().values for part in self.split(labels.cpu(), num_clients, generator)]
-        fault: str | None = f"it returns {len(parts)} clients"
-        if len(parts) == num_clients:
-            sizes = torch.tensor([len(part) for part in parts])
-            fault = fault_of(torch.cat(parts), sizes, len(labels), complete=True)
+        samples, sizes = joined(self.split(labels.cpu(), num_clients, generator))
+        fault: str | None = f"it returns {len(sizes)} clients"
+        if len(sizes) == num_clients:
+            fault = fault_of(samples, sizes, len(labels), complete=True)
         if fault:
             raise FederationError(
                 f"{self!r} cannot split {len(labels)} samples over {num_clients} clients: {fault}; "
                 "use fewer clients, other parameters, or a rule with min_size (Dirichlet)"
             )
-        return parts
+        owner = torch.arange(num_clients).repeat_interleave(sizes)
+        samples = samples[(owner * len(labels) + samples).argsort()]
+        return list(samples.split(sizes.tolist()))
 
     def count_clients(self, labels: Tensor) -> int:
         """Return the number of clients, for rules that determine it.
@@ -104,6 +106,15 @@ class Partition(ABC):
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.parameters().items())
         return f"{type(self).__name__}({arguments})"
+
+
+def joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the samples of clients in one tensor, ``[n]``, and their numbers, ``[clients]``.
+
+    A million clients take seconds one by one.
+    """
+    sizes = torch.tensor([part.shape[0] for part in parts], dtype=torch.int64)
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *parts]), sizes
 
 
 def classes_of(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, read_text, short_repr, write_atomically
 from lightning_fl.options import check_integer
-from lightning_fl.partition.base import Partition, fault_of
+from lightning_fl.partition.base import Partition, fault_of, joined
 
 FORMAT = "lightning_fl partition 1"
 
@@ -150,7 +150,7 @@ def checksum(parts: Sequence[Tensor]) -> str:
         >>> checksum([torch.tensor([0, 2]), torch.tensor([1])])[:16]
         '363a551de55f8c05'
     """
-    return _digest(torch.cat(list(parts)), torch.tensor([len(part) for part in parts]))
+    return _digest(*joined(parts))
 
 
 def _digest(samples: Tensor, sizes: Tensor) -> str:
