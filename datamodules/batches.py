@@ -219,7 +219,7 @@ class RoundBatches(OwnBatches):
 
     def __iter__(self) -> Iterator[Batch]:
         plan, steps, clients = self.plan, self.plan.num_steps.tolist(), self.plan.clients.tolist()
-        streams: dict[int, Iterator[tuple[Tensor, Tensor]]] = {}
+        streams: dict[int, Iterator[tuple[Tensor, list[Tensor]]]] = {}
         # Otherwise the first samples of all shares would draw the same numbers, and so on.
         share = (self.rank,) if self.world_size > 1 else ()
         for position, step in enumerate(plan.schedule):
@@ -236,28 +236,31 @@ class RoundBatches(OwnBatches):
                         samples, numbers = next(streams[row])
                     else:
                         samples = self.parts[client][: 0 if self.apart else 1]
-                        numbers = Draws.sample(len(samples), self.draws, None).numbers
+                        numbers = self._numbers(samples, None)
                     index.append(samples)
-                    draws.append(numbers)
+                    draws += numbers
                     keys.append((plan.seed, RandomStream.SAMPLES, plan.round, client, i, *share))
             sizes = [len(part) for part in index] if self.apart else None
             stepwise = step.steps if plan.stepwise and not self.apart else 0
-            samples, numbers = (self._joined(rows) for rows in (index, draws))
-            drawn = numbers if self.draws else None
-            yield Batch(samples, keys, sizes, stepwise, (plan.round, position), drawn)
+            drawn = self._joined(draws) if draws else None
+            place = plan.round, position
+            yield Batch(self._joined(index), keys, sizes, stepwise, place, drawn)
 
     def worker_key(self) -> tuple[int, ...]:
         """Return a key of the round, and of the process among those that train."""
         plan = self.plan
         return plan.seed, RandomStream.SAMPLES, plan.round, plan.rank + self.rank
 
-    def _client(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the indices of each batch of a client, and its random numbers."""
+    def _client(self, client: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield the indices of each batch of a client, and its random numbers if there are any."""
         key = self.plan.round, client
         order = generator(self.plan.seed, RandomStream.BATCHES, *key)
         numbers = generator(self.plan.seed, RandomStream.AUGMENTATION, *key) if self.draws else None
         for index in client_batches(self.parts[client], self.batching, order):
-            yield index, Draws.sample(len(index), self.draws, numbers).numbers
+            yield index, self._numbers(index, numbers)
+
+    def _numbers(self, samples: Tensor, generator: torch.Generator | None) -> list[Tensor]:
+        return [Draws.sample(len(samples), self.draws, generator).numbers] if self.draws else []
 
     def _joined(self, rows: list[Tensor]) -> Tensor:
         """Concatenate the entries of clients and local steps, and take the share of the process."""
@@ -271,12 +274,13 @@ class RoundBatches(OwnBatches):
 
 def _padded(rows: list[Tensor]) -> list[Tensor]:
     """Pad all rows to the same length with their first elements."""
-    length = max(len(row) for row in rows)
+    lengths = [row.shape[0] for row in rows]  # len takes longer
+    length = max(lengths)
     return [
         row
-        if len(row) == length
-        else torch.cat([row, row[:1].expand(length - len(row), *row.shape[1:])])
-        for row in rows
+        if size == length
+        else torch.cat([row, row[:1].expand(length - size, *row.shape[1:])])
+        for row, size in zip(rows, lengths, strict=True)
     ]
 
 
