@@ -170,13 +170,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given, extra = apart(arguments)
     parser = shared_options(__doc__, "rules")
     parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS))
+    parser.add_argument("--arms", nargs="+", help="run these arms only, such as 'E = 1, B = 10'")
     args = parser.parse_args(given)
+    known = {arm for name in args.experiments for arm in EXPERIMENTS[name].arms}
+    if unknown := set(args.arms or ()) - known:
+        parser.error(f"no arm {min(unknown)!r}, there are {sorted(known)}")
     if wrong := check_options(args.out, extra):
         parser.error(wrong)
     wanted = (
         Run(folder(args.out, name, arm, seed), [*options(EXPERIMENTS[name], arm, seed), *extra])
         for name, seed in product(args.experiments, args.seeds)
         for arm in EXPERIMENTS[name].arms
+        if arm in (args.arms or known)
     )
     failed = fit_and_test_all(wanted, args.jobs)
     text = [machine_line(args.out)]
