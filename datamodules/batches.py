@@ -277,9 +277,7 @@ def _padded(rows: list[Tensor]) -> list[Tensor]:
     lengths = [row.shape[0] for row in rows]  # len takes longer
     length = max(lengths)
     return [
-        row
-        if size == length
-        else torch.cat([row, row[:1].expand(length - size, *row.shape[1:])])
+        row if size == length else torch.cat([row, row[:1].expand(length - size, *row.shape[1:])])
         for row, size in zip(rows, lengths, strict=True)
     ]
 

@@ -11,6 +11,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -349,6 +350,16 @@ def test_vectorized_clients_and_threads_have_options(cli, tmp_path, monkeypatch)
         {"group_size": "auto", "compile": True},
     ]
     assert threads[0] == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_clients_are_vectorized_on_a_gpu_unless_told_otherwise(device):
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    for given, is_wrapped in (("on_gpu", device == "cuda"), (None, False), (4, True)):
+        made = SimpleNamespace(trainer=SimpleNamespace(strategy=strategy))
+        made.model = ClientModule(torch.nn.Linear(1, 1))
+        FederatedCLI._vectorize(made, given)
+        assert isinstance(made.model, VectorizedClients) == is_wrapped
 
 
 def test_help_of_fit_begins_with_ten_options_that_exist_and_explains_all(cli, monkeypatch):

@@ -20,8 +20,9 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress, RunReport
 from lightning_fl.callbacks.config import RunConfig
@@ -89,11 +90,14 @@ class FederatedCLI(LightningCLI):
         parser.set_defaults({"trainer.default_root_dir": "runs"})
         parser.add_argument(
             "--vectorize",
-            type=PositiveInt | Literal["auto"] | dict[str, int | bool | Literal["auto"]] | None,
-            default=None,
+            type=PositiveInt
+            | Literal["auto", "on_gpu"]
+            | dict[str, int | bool | Literal["auto"]]
+            | None,
+            default="on_gpu",
             help="Number of clients that train at once, or auto; null trains clients one after"
-            " another. Further options of VectorizedClients: --vectorize.compile=true, or"
-            " {group_size: 10, compile: true}.",
+            " another; on_gpu is auto on a GPU, and null on a CPU and with ddp. Further options"
+            " of VectorizedClients: --vectorize.compile=true, or {group_size: 10, compile: true}.",
         )
         parser.add_argument(
             "--threads",
@@ -104,7 +108,7 @@ class FederatedCLI(LightningCLI):
         )
 
     def instantiate_classes(self) -> None:
-        """Create the folder of a new fit, and wrap the model if ``--vectorize`` is set."""
+        """Create the folder of a new fit, and wrap the model if clients train at once."""
         config = self.config[self.subcommand]
         if self.subcommand == "fit" and not config.trainer.fast_dev_run:
             if config.ckpt_path is None:
@@ -113,10 +117,21 @@ class FederatedCLI(LightningCLI):
                 self._has_created = not self.run_folder.exists()
         with self._leaving_nothing():
             super().instantiate_classes()
-            if self.subcommand == "fit" and (given := self.config_init.fit.vectorize) is not None:
-                options = given if isinstance(given, dict) else {"group_size": given}
-                with error_context("vectorize", TypeError):
-                    self.model = VectorizedClients(self.model, **options)
+            if self.subcommand == "fit":
+                self._vectorize(self.config_init.fit.vectorize)
+
+    def _vectorize(self, given: Any) -> None:
+        """Wrap the model if clients train at once."""
+        if given == "on_gpu":
+            shares_samples = isinstance(strategy := self.trainer.strategy, DDPStrategy)
+            is_on_gpu = strategy.root_device.type == "cuda" and not shares_samples
+            given = "auto" if is_on_gpu else None
+            if is_on_gpu:
+                rank_zero_info("Clients train at once on the GPU; --vectorize=null switches it off")
+        if given is not None:
+            options = given if isinstance(given, dict) else {"group_size": given}
+            with error_context("vectorize", TypeError):
+                self.model = VectorizedClients(self.model, **options)
 
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ class _PartsCLI(FederatedCLI):
             )
         callbacks = [each.class_path.rpartition(".")[2] for each in config.trainer.callbacks or ()]
         own = [f"trainer.{name}" for name in UNSUPPORTED if config.trainer[name] != usual[name]]
-        left_out = (*callbacks, *own, *["vectorize"] * (config.vectorize is not None))
+        left_out = (*callbacks, *own, *["vectorize"] * (config.vectorize not in (None, "on_gpu")))
         trainer = {name: config.trainer[name] for name in TRAINING}
         parts = self.parts.model, self.parts.data, self.parts.federation
         return Configuration(*parts, trainer, num_rounds, self._config_text(), left_out)
