@@ -61,6 +61,12 @@ def plan(clients=(4, 7), num_steps=(1, 2), **options):
     return RoundPlan(0, 0, torch.tensor(clients), torch.tensor(num_steps), **options)
 
 
+def test_processes_are_balanced_by_samples_and_not_by_steps():
+    work = torch.tensor([10, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1])
+    shares = plan(range(11), [1] * 11, work=work, world_size=2).shares
+    assert [int(work[rows].sum()) for rows in shares] == [10, 10]
+
+
 def test_a_schedule_goes_client_after_client():
     schedule = plan(num_steps=(1, 3)).schedule
     assert schedule == [

@@ -88,6 +88,8 @@ class RoundPlan:
             discards its update.
         fixed_groups: Whether groups are formed from all clients of the round before they are
             assigned to processes, so that groups do not depend on the number of processes.
+        work: Number of samples on which each client trains, counted once per local step, ``[k]``, by
+            which processes are balanced; None balances the local steps.
         is_reversed: Whether the clients of each process train in reverse order, which must not
             change results (:func:`lightning_fl.testing.check_federation`).
 
@@ -115,12 +117,14 @@ class RoundPlan:
     world_size: int = 1
     is_empty: bool = False
     fixed_groups: bool = False
+    work: Tensor | None = None
     is_reversed: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.clients):
             raise FederationError(f"round {self.round + 1} has no clients: sample at least one")
-        given = {"num_steps": self.num_steps, "lr": self.lr, **self.hyperparameters}
+        given = {"num_steps": self.num_steps, "lr": self.lr, "work": self.work}
+        given |= self.hyperparameters
         for name, value in given.items():
             if value is not None and value.shape != self.clients.shape:
                 raise FederationError(
@@ -138,19 +142,19 @@ class RoundPlan:
 
     @cached_property
     def shares(self) -> list[list[int]]:
-        """Positions of the clients of each process, balanced by local steps."""
+        """Positions of the clients of each process, balanced by their work."""
         return [sorted(row for group in groups for row in group) for groups in self._groups]
 
     @cached_property
     def _groups(self) -> list[list[tuple[int, ...]]]:
         """Groups of clients that train at once, per process.
 
-        Groups are assigned in decreasing order of steps, each to the process with the fewest steps.
+        Groups are assigned in decreasing order of work, each to the process with the least.
         """
-        steps = self.num_steps.tolist()
-        rows = list(range(len(steps)))
+        each = (self.num_steps if self.work is None else self.work).tolist()
+        rows = list(range(len(each)))
         units = self._cut(rows) if self.fixed_groups else [(row,) for row in rows]
-        work = {unit: max(steps[row] for row in unit) for unit in units}
+        work = {unit: sum(each[row] for row in unit) for unit in units}
         load = [0] * self.world_size
         shares: list[list[tuple[int, ...]]] = [[] for _ in load]
         for unit in sorted(units, key=lambda unit: -work[unit]):
@@ -158,7 +162,7 @@ class RoundPlan:
             shares[rank].append(unit)
             load[rank] += work[unit]
         if not self.fixed_groups:
-            shares = [self._cut(sorted(row for unit in each for row in unit)) for each in shares]
+            shares = [self._cut(sorted(row for unit in own for row in unit)) for own in shares]
         return [share[::-1] for share in shares] if self.is_reversed else shares
 
     def _cut(self, rows: list[int]) -> list[tuple[int, ...]]:

@@ -213,7 +213,8 @@ class Planner:
         if is_empty:
             steps = torch.ones_like(clients)
         lr = values.pop("lr", None)
-        plan = RoundPlan(seed, round, clients, steps, lr, values, is_empty=is_empty)
+        work = steps * self._data.batch_sizes(clients, 0, 1)[0]
+        plan = RoundPlan(seed, round, clients, steps, lr, values, is_empty=is_empty, work=work)
         plan = self.change(self._processes.place(plan))
         vectorizer = self._vectorizer
         if vectorizer is None or vectorizer.reason is not None or batches:

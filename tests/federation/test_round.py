@@ -9,7 +9,7 @@ from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.client_part import ClientPart
-from lightning_fl.partition import IID
+from lightning_fl.partition import IID, Natural
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 from only import Only
@@ -50,6 +50,16 @@ def train(fit, data, rule, wrap=lambda module: module, clients=20, **options):
     loop = FederatedLoop(rule, policy=Schedule(num_steps=2), buffers="average", seed=1, **options)
     fit(wrap(module.double()), loop, data(num_clients=clients), rounds=2)
     return [p.tolist() for p in module.parameters()], rule
+
+
+def test_the_work_of_a_client_is_its_samples_in_all_local_steps(fit, data, blobs):
+    keys = [0] * 40 + [1] * 4
+    clients = data(
+        blobs(44), num_clients=None, batch_size=None, partition=Natural(), keys=keys, val_size=0
+    )
+    loop = FederatedLoop(policy=Schedule(num_steps=3))
+    fit(ClientModule(torch.nn.Linear(6, 3)).double(), loop, clients)
+    assert loop.plan().work.tolist() == [120, 12]
 
 
 @pytest.mark.parametrize(("group_size", "sizes"), [(None, [1] * 40), (7, [7, 7, 6] * 2)])
