@@ -88,8 +88,8 @@ class RoundPlan:
             discards its update.
         fixed_groups: Whether groups are formed from all clients of the round before they are
             assigned to processes, so that groups do not depend on the number of processes.
-        work: Number of samples on which each client trains, counted once per local step, ``[k]``, by
-            which processes are balanced; None balances the local steps.
+        work: Number of samples of each client in all its local steps, ``[k]``, by which processes
+            are balanced; None balances the local steps.
         is_reversed: Whether the clients of each process train in reverse order, which must not
             change results (:func:`lightning_fl.testing.check_federation`).
 
