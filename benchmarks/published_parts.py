@@ -6,9 +6,10 @@ modules are the test samples, and clients train on all training samples.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
-from lightning_fl.datamodules import CIFAR10, MNIST, FashionMNIST
+from lightning_fl.datamodules import CIFAR10, MNIST, FashionMNIST, InMemory
 from lightning_fl.datamodules.images import TorchvisionDataModule
 
 
@@ -60,4 +61,28 @@ class PflCNN(nn.Sequential):
             *(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()),
             *(nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten()),
             *(nn.Linear(64 * 14**2, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)),
+        )
+
+
+class PooledFashionMNIST(FashionMNIST):
+    """All 70,000 samples of Fashion-MNIST, of which each client holds out its own test samples."""
+
+    def load(self, train: bool) -> InMemory:
+        """Return the training samples and the test samples as training samples."""
+        if not train:
+            return super().load(train=False)
+        pairs = zip(
+            super().load(train=True).tensors, super().load(train=False).tensors, strict=True
+        )
+        return InMemory(*map(torch.cat, pairs))
+
+
+class PfllibCNN(nn.Sequential):
+    """The CNN of PFLlib for images of one channel, 582,026 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+            *(nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10)),
         )
