@@ -7,11 +7,12 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+_Key = TypeVar("_Key")
 #: Alignment of tensors in a file, in bytes.
 ALIGNED = 64
 
@@ -20,10 +21,10 @@ class ClientStore:
     """Store named tensors (rows) per client.
 
     Tensors that are stored during a round take effect at its end, so that an interrupted round has
-    no effect. Up to a size limit the tensors are in memory, beyond it each client has a
+    no effect. Up to a size limit the tensors are in memory, beyond it those of each round are in a
     memory-mapped file. Committed tensors are never overwritten, since a checkpoint may be written
-    from them at any time: a client that stores new ones gets a new file. Linux maps 65,530 files,
-    unless ``vm.max_map_count`` is higher.
+    from them at any time. Once the files are twice as large as the tensors, all of them move to a
+    new file.
 
     Args:
         most: Maximum bytes of tensors in memory. Beyond it, all tensors are in files.
@@ -46,8 +47,8 @@ class ClientStore:
         #: Tensors that were stored in the current round.
         self.new: dict[int, dict[str, Tensor]] = {}
         self._size = 0
-        #: Clients with tensors in a file.
-        self._mapped: set[int] = set()
+        #: Clients with tensors in a file, and the size of the files.
+        self._mapped, self._used = set[int](), 0
 
     @property
     def rows(self) -> Mapping[int, Mapping[str, Tensor]]:
@@ -76,16 +77,19 @@ class ClientStore:
         self._size -= sum(_bytes(self.get(client)) for client in self.new)
         rows = self._rows | self.new  # A new dictionary, since a checkpoint may hold the old one.
         if self._mapped or self._size > self.most:
-            for client in (rows.keys() - self._mapped) | self.new.keys():
-                places = self._in_file(rows[client])
-                for name, row in rows[client].items():
-                    places[name].copy_(row)
-                rows[client] = places
+            moved = (rows.keys() - self._mapped) | self.new.keys()
+            self._used += sum(_bytes(rows[client]) for client in moved)
+            if self._used > 2 * self._size:
+                moved, self._used = set(rows), self._size
+            each = {(client, name): row for client in moved for name, row in rows[client].items()}
+            rows |= {client: {} for client in moved}
+            for (client, name), place in self._in_file(each).items():
+                rows[client][name] = place.copy_(each[client, name])
             self._mapped = set(rows)
         self._rows, self.new = rows, {}
 
-    def _in_file(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors in a new file without a name, with the given names, shapes and dtypes."""
+    def _in_file(self, rows: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
+        """Return tensors in a new file without a name, with the given keys, shapes and dtypes."""
         if self.folder is not None:
             Path(self.folder).mkdir(parents=True, exist_ok=True)
         size = sum(_aligned(row.nbytes) for row in rows.values())
@@ -112,7 +116,8 @@ class ClientStore:
 
         Tensors in memory are views of the loaded tensors until their clients store new ones.
         """
-        self._rows, self._size, self._mapped, self.new = {}, 0, set(), unpack(state)
+        self._rows, self._size, self._mapped, self._used = {}, 0, set(), 0
+        self.new = unpack(state)
         self.commit()
 
 

@@ -94,6 +94,22 @@ def test_what_is_too_much_for_memory_is_in_a_file_without_a_name(large, tmp_path
     assert not in_the_file(small.get(0)["weight"])
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
+def test_files_are_few_and_at_most_three_times_as_large_as_the_tensors(tmp_path):
+    store, folder, last = ClientStore(0, tmp_path / "here"), f"{tmp_path}/here/", {}
+    random = torch.Generator().manual_seed(0)
+    for round in range(60):
+        for client in torch.randperm(70, generator=random)[:10].tolist():  # of 16 KiB each
+            store.put(client, {"row": torch.full((4096,), float(round))})
+            last[client] = round
+        store.commit()
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
+    sizes = [int(high, 16) - int(low, 16) for low, high in (x.split()[0].split("-") for x in lines)]
+    assert len(lines) <= 16
+    assert sum(sizes) <= 3 * 70 * 2**14
+    assert {client: int(store.get(client)["row"].unique()) for client in last} == last
+
+
 def test_what_a_checkpoint_may_still_be_written_from_stays(large):
     saved = large.snapshot()
     large.put(2, rows(9))
