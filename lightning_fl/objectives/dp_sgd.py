@@ -38,13 +38,13 @@ class DPSGD(TwoPassModule):
 
     The callback :class:`SampleAccountant`, which the module brings with it, computes
     :math:`\varepsilon` of each client with Opacus. In the table of rounds, ``sample_epsilon`` is
-    the largest one of all clients so far; :class:`~lightning_fl.callbacks.RunReport` writes all of
-    them to its table of clients. The guarantee is :math:`(\varepsilon, \delta)`-differential
-    privacy with respect to adding or removing one sample of a client. It covers all models that the
-    client has sent, against observers who do not know the seed of the run, from which the noise
-    derives. It covers neither the numbers of samples nor the losses that clients log. Noise is
-    drawn from a generator that is not cryptographically secure: use the module to simulate privacy,
-    not to protect data.
+    the largest one of all clients so far, over all fits of the module;
+    :class:`~lightning_fl.callbacks.RunReport` writes all of them to its table of clients. The
+    guarantee is :math:`(\varepsilon, \delta)`-differential privacy with respect to adding or
+    removing one sample of a client. It covers all models that the client has sent, against
+    observers who do not know the seed of the run, from which the noise derives. It covers neither
+    the numbers of samples nor the losses that clients log. Noise is drawn from a generator that is
+    not cryptographically secure: use the module to simulate privacy, not to protect data.
 
     Clients train one after another: drawn batches differ in size, and vectorized ones cannot.
 
@@ -84,6 +84,7 @@ class DPSGD(TwoPassModule):
         self.clip_norm = float(check_number("clip_norm", clip_norm, above=0))
         self.batch_size = check_integer("batch_size", batch_size, min=1)
         self.delta = check_number("delta", delta, above=0, below=1)
+        self._accountant = SampleAccountant(self)
 
     def setup(self, stage: str) -> None:
         """Refuse what would mix samples, or is not accounted for."""
@@ -98,8 +99,8 @@ class DPSGD(TwoPassModule):
         sample_epsilon({(1.0, 1.0): 1}, self.delta)  # raises early if Opacus is missing
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Return the accountant of the privacy loss."""
-        return [SampleAccountant(self)]
+        """Return the accountant of the privacy loss, which counts all fits of the module."""
+        return [self._accountant]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the mean loss of drawn samples; its gradient is the noisy one."""

@@ -194,6 +194,13 @@ def test_steps_of_both_kinds_count_in_a_run_that_is_resumed_with_other_noise(fit
     assert loop.rows[1]["sample_epsilon"] < last < expected.rows[-1]["sample_epsilon"]
 
 
+def test_a_second_fit_of_a_module_adds_to_the_loss_of_the_first(fit):
+    whole = run(fit, made(), rounds=4).rows[-1]["sample_epsilon"]
+    module = made()
+    run(fit, module)
+    assert run(fit, module).rows[-1]["sample_epsilon"] > 0.9 * whole
+
+
 # --- randomness -----------------------------------------------------------------------------------
 
 
