@@ -200,16 +200,18 @@ def add_rows(total: Tensor | VectorSum, rows: Tensor, weights: Tensor | None = N
 
 
 def _add_piece(total: Tensor, rows: Tensor, factors: Tensor) -> None:
-    addends = rows.to(total, copy=True).mul_(factors[:, None])
-    rest, rounded = addends * total[-1], torch.empty_like(addends)
+    rest = rows.to(total, copy=True).mul_(factors[:, None]).mul_(total[-1])
     at = _too_large(rest)
     if at is not None:
-        total[:, at] = _moved(total[:, at], _scale_for(addends[:, at].abs().amax(0)))
-        rest[:, at] = addends[:, at] * total[-1, at]
+        addends = rows[:, at].to(total) * factors[:, None]
+        total[:, at] = _moved(total[:, at], _scale_for(addends.abs().amax(0)))
+        rest[:, at] = addends * total[-1, at]
+    rounded, ones = torch.empty_like(rest), torch.ones_like(factors)
     for unit_bin, anchor in zip(total[:-1], _ANCHORS, strict=True):
         torch.add(rest, anchor, out=rounded).sub_(anchor)
-        unit_bin += torch.ones_like(factors) @ rounded if len(rounded) > 1 else rounded[0]
-        rest -= rounded
+        unit_bin += ones @ rounded if len(rounded) > 1 else rounded[0]
+        if anchor != _ANCHORS[-1]:
+            rest -= rounded
 
 
 def _too_large(rest: Tensor) -> Tensor | slice | None:
