@@ -20,7 +20,7 @@ from lightning_fl.callbacks.lean_steps import lean_steps
 from lightning_fl.callbacks.round_events import follow_steps
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError, check_package
-from lightning_fl.federation.checkpoints import NOT_BEGUN, Resume, load_by_name
+from lightning_fl.federation.checkpoints import NOT_BEGUN, RunState, load_by_name
 from lightning_fl.federation.counts import ClientCounts
 from lightning_fl.federation.fit import Fit, PreparedFit
 from lightning_fl.federation.progress import Progress
@@ -137,7 +137,7 @@ class FederatedLoop(Callback):
         self.losses_in_the_round: dict[int, float] = {}
         #: Clean-up functions, called in reverse order when a fit ends or fails.
         self.undo = ExitStack()
-        self._resume = Resume(self.options, self.progress, self.store)
+        self._run_state = RunState(self.options, self.progress, self.store)
         self._prepared: PreparedFit | None = None
         self._fit: Fit | None = None
         self._round: Round | None = None
@@ -165,7 +165,7 @@ class FederatedLoop(Callback):
         self.progress.seed = run_seed(self.seed)
         key = self.state_key
         self._prepared = PreparedFit(trainer, pl_module, self.options, self.progress, key)
-        self._resume.describe(self._prepared)
+        self._run_state.describe(self._prepared)
         self._fit, self._round, self._is_closing = None, None, False
         if "://" not in (folder := str(trainer.default_root_dir)):  # needs a local folder
             self.store.folder = folder
@@ -178,7 +178,7 @@ class FederatedLoop(Callback):
         assert self._prepared is not None
         lock_folders(trainer, self.table_path(trainer), self.undo)
         self._fit = Fit(self._prepared, self.store, self.undo, self.check)
-        self._resume.begin(self._fit)
+        self._run_state.begin(self._fit)
         if self.options.local_parameters and not self.evaluates_clients:
             rank_zero_warn(
                 f"validation and test use the global model, in which"
@@ -197,7 +197,7 @@ class FederatedLoop(Callback):
         """Record the boundary before the first round of this fit, and start logging."""
         self.fit.catch_up()
         self.aggregator.load_global_network()
-        self._resume.note(self.fit)
+        self._run_state.note(self.fit)
         self.aggregator.load_client_network()
         self.undo.callback(set_rng_state, rng_state(pl_module.device))
         log_hyperparameters(self.fit)
@@ -280,7 +280,7 @@ class FederatedLoop(Callback):
     def _close_round(self) -> None:
         """Record the boundary after all other callbacks have ended the round."""
         if self._is_closing:
-            self._resume.close_round(self.fit)
+            self._run_state.close_round(self.fit)
             self._is_closing = False
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -316,7 +316,7 @@ class FederatedLoop(Callback):
         if self._round is not None:
             self._round.abandon()
             if self._round.is_aggregated:  # the module and the rules hold the next global model
-                self._resume.note_run()
+                self._run_state.note_run()
 
     def _summarize(self) -> None:
         if self._fit is not None:
@@ -339,14 +339,14 @@ class FederatedLoop(Callback):
     ) -> None:
         """Check that the checkpoint belongs to this federation. Tests load parameters only."""
         has_seed = self.seed is not None
-        if self._resume.accept(trainer, pl_module, checkpoint, self.state_key, has_seed):
+        if self._run_state.accept(trainer, pl_module, checkpoint, self.state_key, has_seed):
             assert self._prepared is not None
             self._prepared.boundary.adopt(checkpoint)
             self.aggregator.load_client_network()  # runners need the shapes of the client model
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of a checkpoint accepted by :meth:`on_load_checkpoint`."""
-        self._resume.load(state_dict)
+        self._run_state.load(state_dict)
         self.seed = state_dict.get("seed", self.seed)
 
     def on_save_checkpoint(

@@ -48,7 +48,7 @@ IN_WORDS = {
 }
 
 
-class Resume:
+class RunState:
     """Save, compare and restore the state of a run.
 
     Args:

@@ -204,7 +204,7 @@ def _add_piece(total: Tensor, rows: Tensor, factors: Tensor) -> None:
     at = _too_large(rest)
     if at is not None:
         addends = rows[:, at].to(total) * factors[:, None]
-        total[:, at] = _moved(total[:, at], _scale_for(addends.abs().amax(0)))
+        total[:, at] = _rescaled(total[:, at], _scale_for(addends.abs().amax(0)))
         rest[:, at] = addends * total[-1, at]
     rounded, ones = torch.empty_like(rest), torch.ones_like(factors)
     for unit_bin, anchor in zip(total[:-1], _ANCHORS, strict=True):
@@ -235,7 +235,7 @@ def _scale_for(addend: Tensor) -> Tensor:
     return ((2097 - BITS * position) << 52).view(torch.float64)
 
 
-def _moved(total: Tensor, scale: Tensor) -> Tensor:
+def _rescaled(total: Tensor, scale: Tensor) -> Tensor:
     """Return a sum with its bins shifted up to a scale, unless its own scale is lower."""
     scale = torch.minimum(scale, total[-1])
     moved = torch.zeros_like(total)
@@ -256,7 +256,7 @@ def merged_sums(totals: Tensor) -> Tensor:
         totals: Sums, ``[n, BINS + 1, ...]``.
     """
     scale = totals[:, -1].amin(0)
-    moved = torch.stack([_moved(total, scale) for total in totals])
+    moved = torch.stack([_rescaled(total, scale) for total in totals])
     return torch.cat([moved[:, :-1].sum(0), scale[None]])
 
 
@@ -269,7 +269,7 @@ def all_reduced(total: Tensor, group: Any = None) -> Tensor:
     """
     scale = total[-1].clone()
     torch.distributed.all_reduce(scale, torch.distributed.ReduceOp.MIN, group)
-    total = _moved(total, scale)
+    total = _rescaled(total, scale)
     bins = total[:-1].contiguous()
     torch.distributed.all_reduce(bins, group=group)
     return torch.cat([bins, total[-1:]])
