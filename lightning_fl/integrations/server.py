@@ -154,7 +154,7 @@ class RemoteServer(FederatedLoop):
         if initial is not None and resumed is None:
             self.module.load_state_dict(initial)
         self.fit.catch_up()
-        self._resume.note(self.fit)
+        self._run_state.note(self.fit)
         frozen = self.runner.constants.parameters
         self._left_out = set() if self.send_frozen else set(frozen)
         self._frozen = digest(frozen) if self._left_out else ""
