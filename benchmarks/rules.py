@@ -107,6 +107,8 @@ def section(name: str, out: Path, seeds: Sequence[int]) -> str:
     for arm in experiment.arms:
         places = [folder(out, name, arm, seed) for seed in seeds]
         places = [place for place in places if result(place) is not None]
+        if not places:
+            continue
         line = [arm]
         for figure in experiment.figures:
             each = [figure_of(place, figure) for place in places]
