@@ -28,7 +28,7 @@ class InMemory(TensorDataset):
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__(*tensors)
-        self._memory: dict[int, list[Tensor]] = {}
+        self._memory: list[Tensor] = []
         self._copy: InMemory | None = None
         #: Key of each sample for ``Natural``, and names of keys that are indices; None if unknown.
         self.keys: Any = None
@@ -54,13 +54,13 @@ class InMemory(TensorDataset):
 
         Args:
             index: Indices of the samples, ``[n]``.
-            reuse: Whether to write to the memory of the last batch of this length with ``reuse``.
-                To allocate memory takes longer than the copy.
+            reuse: Whether to write to the memory of the last batch with ``reuse``. To allocate
+                memory takes longer than the copy.
         """
         index, n = index.to(self.device, non_blocking=True), len(index)
-        if reuse and n not in self._memory:
-            self._memory[n] = [t.new_empty(n, *t.shape[1:]) for t in self.tensors]
-        places = self._memory[n] if reuse else [None] * len(self.tensors)
+        if reuse and not (self._memory and len(self._memory[0]) >= n):
+            self._memory = [t.new_empty(n, *t.shape[1:]) for t in self.tensors]
+        places = [m[:n] for m in self._memory] if reuse else [None] * len(self.tensors)
         # index_select is several times faster than t[index] for small batches.
         pairs = zip(self.tensors, places, strict=True)
         return [torch.index_select(tensor, 0, index, out=place) for tensor, place in pairs]
