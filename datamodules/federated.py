@@ -111,6 +111,10 @@ class FederatedDataModule(SplitDataModule):
     #: Number of random numbers that each training sample gets for augmentation. If it is positive,
     #: the last element of a training batch is a ``Draws``, until ``on_after_batch_transfer``.
     draws = 0
+    #: Function that returns the plan of the round; set by the loop.
+    plan: Callable[[], RoundPlan] | None = None
+    #: Whether processes share the validation samples during a fit; set by the loop.
+    shares_validation = True
 
     def __init__(
         self,
@@ -166,10 +170,6 @@ class FederatedDataModule(SplitDataModule):
         self._workers: dict[Any, Workers] = {}
         self.collate_fn = collate_fn or default_collate
         self.seed = check_integer("seed", seed, min=0, optional=True)
-        #: Function that returns the plan of the round; set by the loop.
-        self.plan: Callable[[], RoundPlan] | None = None
-        #: Whether processes share the validation samples during a fit; set by the loop.
-        self.shares_validation = True
         self.split = Split()
         self._present([])
         self._original: Any = None

@@ -71,30 +71,35 @@ def report(
             read, no run has the metric or a column, there is a mode without a metric, or a file
             cannot be written.
     """
-    named = runs if isinstance(runs, Mapping) else {"": runs}
-    found = {
-        name: find_runs([paths] if isinstance(paths, str | Path) else paths)
-        for name, paths in named.items()
-    }
-    folders = [folder for each, _ in found.values() for folder in each]
-    if not folders:
-        raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
-    (often, count), *_ = Counter(folder.resolve() for folder in folders).most_common(1)
-    if count > 1:
-        raise FederationError(f"{often} is in several groups: pass it once")
-    alone = len(folders) == 1
-    path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
+    found, left_out = _folders(runs if isinstance(runs, Mapping) else {"": runs})
+    first, *others = (folder for folders in found.values() for folder in folders)
+    path = Path(output or ("report.html" if others else first / "report.html"))
     if path.suffix != ".html":
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
-    groups = _judged({name: each for name, (each, _) in found.items() if each}, metric, mode)
-    left_out = [note for _, notes in found.values() for note in notes]
-    page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
+    groups = _judged(found, metric, mode)
+    page = about_groups(groups, title, left_out) if others else about_run(groups[0].runs[0], title)
     table = "" if latex is None else table_of(Comparison(groups), columns, percent)
     with error_context(f"{path} could not be written, choose another output", OSError):
         write_atomically(path, html(page).encode(errors="replace"))
         if latex is not None:
             write_atomically(latex, table)
     return path
+
+
+def _folders(named: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[str]]:
+    """Return the folders of runs by name of their group, and notes on runs that are left out."""
+    found, left_out = dict[str, list[Path]](), list[str]()
+    for name, paths in named.items():
+        folders, notes = find_runs([paths] if isinstance(paths, str | Path) else paths)
+        found |= {name: folders} if folders else {}
+        left_out += notes
+    every = Counter(folder.resolve() for folders in found.values() for folder in folders)
+    if not every:
+        raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
+    ((often, count),) = every.most_common(1)
+    if count > 1:
+        raise FederationError(f"{often} is in several groups: pass it once")
+    return found, left_out
 
 
 def _judged(
