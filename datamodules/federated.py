@@ -32,7 +32,7 @@ from lightning_fl.datamodules.splits import Split, split_samples
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, in_memory, subset
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.functional.randomness import run_seed, seeded_rng
-from lightning_fl.options import check_flag, check_integer, check_number, is_list
+from lightning_fl.options import check_flag, check_integer, check_number, check_that, is_list
 from lightning_fl.partition import IID, Partition
 from lightning_fl.runners.user_hooks import TRANSFER_HOOKS
 
@@ -149,8 +149,8 @@ class FederatedDataModule(SplitDataModule):
         self.val, *self.more_val = val if isinstance(val, tuple) and val else (val,)
         self.test: Any = test
         self.partition = IID() if partition is None else partition
-        if not isinstance(self.partition, Partition):
-            raise FederationError(f"partition must be a rule, such as IID(), got {partition!r}")
+        is_rule = isinstance(self.partition, Partition)
+        check_that("partition", partition, is_rule, "a rule, such as IID()")
         self.num_clients = check_integer("num_clients", num_clients, min=1, optional=True)
         self.batch_size = check_integer("batch_size", batch_size, min=1, optional=True)
         hint = "pass a fraction in [0, 1) or a number of samples"

@@ -22,7 +22,7 @@ from lightning_fl.datamodules.storage import AnyDataset, InMemory, check_map_sty
 from lightning_fl.errors import FederationError
 from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.options import check_integer, is_list
+from lightning_fl.options import check_integer, check_that, is_list
 from lightning_fl.partition import Natural
 
 #: A data set, or one for training and one for local tests.
@@ -191,19 +191,16 @@ class FromClients(FederatedDataModule):
 
 def _named(clients: Any) -> dict[str, tuple[Any, ...]]:
     """Return ``(train,)`` or ``(train, test)`` by the name of the client, for lists its number."""
-    if not (isinstance(clients, Mapping) or is_list(clients)) or not clients:
+    is_named = isinstance(clients, Mapping)
+    if not (is_named or is_list(clients)) or not clients:
         raise FederationError(
             "clients must be a dictionary or list with one data set per client, got"
             f" {short_repr(clients)}: to split one data set, call FederatedDataModule(train=...)"
         )
-    is_named = isinstance(clients, Mapping)
     named = dict(clients) if is_named else {str(i): data for i, data in enumerate(clients)}
     for name, data in named.items():
-        if not isinstance(name, str):
-            raise FederationError(
-                f"the name of a client must be a text, got {short_repr(name)}: quote it, since YAML"
-                " reads 010 as 8 and no as false"
-            )
+        hint = "quote it, since YAML reads 010 as 8 and no as false"
+        check_that("the name of a client", name, isinstance(name, str), "a text", hint)
         named[name] = data if isinstance(data, tuple) and len(data) == 2 else (data,)
         for part in named[name]:
             if part is not named[name][0] or not _is_stream(part):

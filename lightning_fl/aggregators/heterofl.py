@@ -20,7 +20,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator, seeded_rng
 from lightning_fl.functional.sub_networks import held_entries, held_units, mean_over_holders
 from lightning_fl.functional.summation import sum_value
-from lightning_fl.options import check_choice, check_flag, check_number
+from lightning_fl.options import check_choice, check_flag, check_number, check_that, is_list
 from lightning_fl.transforms.compression import Compression
 
 #: Layers with units: weights are ``[out, in, ...]``.
@@ -79,8 +79,7 @@ class HeteroFL(FedAvg):
         window: Literal["first", "rolling"] = "first",
     ) -> None:
         super().__init__("uniform")
-        if not isinstance(rates, Sequence) or not rates:
-            raise FederationError(f"rates must be a list of one or more rates, got {rates!r}")
+        check_that("rates", rates, is_list(rates) and len(rates) > 0, "a list of one or more rates")
         self.rates = [check_number("each of rates", rate, above=0, max=1) for rate in rates]
         #: The distinct rates, in ascending order.
         self.distinct = sorted(set(self.rates))

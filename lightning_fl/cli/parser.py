@@ -166,13 +166,11 @@ def refuse_class(action: Any, value: Any, key: str) -> None:
         if not known or not found or name in known:
             continue
         (nearest,) = get_close_matches(found[1], known, n=1, cutoff=0)
-        if found[2]:
-            remedy = f"write {{class_path: {nearest}, init_args: {{...}}}}"
-            raise FederationError(f"{key}: {name} is Python: {remedy}")
-        raise FederationError(
-            f"{key}: there is no class {name}\nThe nearest name is {nearest}; a class of yours"
-            f" needs its module, such as my_module.{name}"
-        )
+        why = f"{name} is Python: write {{class_path: {nearest}, init_args: {{...}}}}"
+        if not found[2]:
+            why = f"there is no class {name}\nThe nearest name is {nearest}; a class of yours"
+            why += f" needs its module, such as my_module.{name}"
+        raise FederationError(f"{key}: {why}")
 
 
 def check_names(parser: LightningArgumentParser, args: Sequence[str]) -> None:

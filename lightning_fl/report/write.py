@@ -17,6 +17,7 @@ from markupsafe import Markup
 from lightning_fl import __version__
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, write_atomically
+from lightning_fl.options import check_that
 from lightning_fl.report.figures import COLORS, Panel, svg
 from lightning_fl.report.groups import Group, group
 from lightning_fl.report.one_run import about_run
@@ -74,8 +75,8 @@ def report(
     found, left_out = _folders(runs if isinstance(runs, Mapping) else {"": runs})
     first, *others = (folder for folders in found.values() for folder in folders)
     path = Path(output or ("report.html" if others else first / "report.html"))
-    if path.suffix != ".html":
-        raise FederationError(f"output must be a file name that ends in .html, got {path}")
+    is_page = path.suffix == ".html"
+    check_that("output", str(path), is_page, "a file name that ends in .html")
     groups = _judged(found, metric, mode)
     page = about_groups(groups, title, left_out) if others else about_run(groups[0].runs[0], title)
     table = "" if latex is None else table_of(Comparison(groups), columns, percent)
