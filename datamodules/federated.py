@@ -108,6 +108,8 @@ class FederatedDataModule(SplitDataModule):
 
     #: Whether clients have streams of samples, which training reads in order.
     is_stream = False
+    #: Name of ``samples_checksum`` in a checkpoint.
+    samples_are = "checksum of the training labels"
     #: Number of random numbers that each training sample gets for augmentation. If it is positive,
     #: the last element of a training batch is a ``Draws``, until ``on_after_batch_transfer``.
     draws = 0

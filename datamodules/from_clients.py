@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -100,7 +100,7 @@ class FromClients(FederatedDataModule):
                 f" {short_repr(list(self.clients))}, got {given!r:.200}"
             )
         for option, value in BY_INDEX.items():
-            if getattr(self, option) != value and (option != "val_size" or self.holds_out):
+            if vars(self)[option] != value and (option != "val_size" or self.holds_out):
                 raise FederationError(
                     f"{option.strip('_')} needs samples with an index, and the clients are streams:"
                     f" set it to {value}"
@@ -265,6 +265,17 @@ def joined(names: Sequence[str], parts: Sequence[Any]) -> Any:
     return samples
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """Stream that can go back to a state."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Go to a state."""
+
+
 class Stream(Dataset[Any]):
     """Stream of the samples of a client, which is read in order: any rows are the next samples.
 
@@ -278,7 +289,7 @@ class Stream(Dataset[Any]):
         self.name, self.data, self.size = name, data, size
         self._reader: Iterator[Any] | None = None
         #: Whether it can go back. Otherwise it is read once, for training.
-        self.has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self.has_state = isinstance(data, Stateful)
         self._first, self._examples = self.state(), list[Any]()
 
     def __len__(self) -> int:

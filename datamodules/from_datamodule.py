@@ -190,7 +190,7 @@ def _check_loader(loader: Any, method: str, replacement: bool) -> None:
         and type(loader.batch_sampler) is BatchSampler
         and type(sampler) in (RandomSampler, SequentialSampler)
         and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]  # it is map-style
-        and (replacement or not getattr(sampler, "replacement", False))
+        and (replacement or type(sampler) is SequentialSampler or not sampler.replacement)
     )
     if not is_plain:
         raise FederationError(

@@ -59,10 +59,10 @@ def error_context(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
-    except (FederationError, *kinds) as error:
-        is_own = isinstance(error, FederationError)
-        text = str(error) if is_own else f"{one_line(error)} ({type(error).__name__})"
-        raise FederationError(f"{what}: {text}") from error
+    except FederationError as error:
+        raise FederationError(f"{what}: {error}") from error
+    except kinds as error:
+        raise FederationError(f"{what}: {one_line(error)} ({type(error).__name__})") from error
 
 
 def data_root(root: str | Path | None = None) -> str:

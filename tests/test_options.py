@@ -70,7 +70,7 @@ def test_what_is_not_a_number_is_refused(value):
 
 def test_value_that_is_not_what_it_must_be_raises():
     assert check_that("x", [1], True, "a list") == [1]
-    with pytest.raises(FederationError, match="^x must be odd, got 4: use 3 or 5$"):
+    with pytest.raises(FederationError, match=r"^x must be odd, got 4: use 3 or 5$"):
         check_that("x", 4, False, "odd", hint="use 3 or 5")
 
 

@@ -202,14 +202,16 @@ class HeteroFL(FedAvg):
         """Add what clients hold; what attacks and update transforms add beyond it is not sent."""
         super().update(replace(clients, delta=clients.delta * self._of(clients.clients)))
         counts = self.levels[clients.clients.cpu()].bincount(minlength=len(self.distinct))
+        holders: Mapping[str, Any] = self.metric_state
         for level, count in enumerate(counts.tolist()):
-            getattr(self, f"holders_{level}").add_(count)
+            holders[f"holders_{level}"].add_(count)
 
     def compute(self) -> Tensor:
         """Return the global model with the mean over the holders of each entry."""
         count = torch.zeros(self.held.shape[1], dtype=torch.float64, device=self.held.device)
+        holders: Mapping[str, Any] = self.metric_state
         for level, held in enumerate(self.held):
-            count += held * getattr(self, f"holders_{level}")
+            count += held * holders[f"holders_{level}"]
         return mean_over_holders(self.server, sum_value(self.total), count)
 
 
