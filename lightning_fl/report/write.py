@@ -17,7 +17,7 @@ from markupsafe import Markup
 from lightning_fl import __version__
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, write_atomically
-from lightning_fl.options import check_that
+from lightning_fl.options import check_choice, check_that
 from lightning_fl.report.figures import COLORS, Panel, svg
 from lightning_fl.report.groups import Group, group
 from lightning_fl.report.one_run import about_run
@@ -120,8 +120,8 @@ def _judged(
         runs = [replace(read_run(folder), metric=metric, mode=mode) for folder in folders]
         groups += [Group(name, runs)] if name else group(runs)
     known = dict.fromkeys(n for each in groups for run in each.runs for n in run.columns)
-    if metric not in (None, *known):
-        raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(known)}")
+    if metric is not None:
+        check_choice("metric", metric, *known)
     return groups
 
 
