@@ -41,6 +41,7 @@ from lightning_fl.objectives import ClientModule
 from lightning_fl.options import check_choice, check_integer
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import VectorizedClients, user_module
+from lightning_fl.runners.tensors import wants_start
 
 #: Maximum number of local steps of a client and round.
 STEPS = 10
@@ -363,7 +364,7 @@ def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
     ends = dict(_attributes(module, *callbacks))
     return {
         "state": {name: t.detach().cpu().clone() for name, t in module.state_dict().items()},
-        "has_anchor": getattr(module, "federated_global_parameters", None) is not None,
+        "has_anchor": wants_start(module),
         "updates": change.updates,
         "attributes": ends,
         "changed": sorted(name for name in ends if ends[name] != starts.get(name)),

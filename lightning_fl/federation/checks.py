@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -89,8 +88,7 @@ def check_trainer(trainer: Trainer, vectorized: bool) -> None:
             " (each process trains different clients), or, without VectorizedClients, 'ddp' (all"
             " processes train the same client on parts of its batches)"
         )
-    precision = trainer.precision_plugin
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise FederationError(
             f"Trainer(precision={trainer.precision!r}) is not supported, because the loss scale of"
             " one client would reach the next: set precision='bf16-mixed' or '32-true'"
