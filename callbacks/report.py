@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_fl.aggregators import Aggregator, NeuronMatching
@@ -348,7 +347,7 @@ def _evaluation(trainer: Trainer) -> PersonalizedEvaluation | None:
 
 def _optimizer(optimizer: Any) -> str:
     """Return the class of an optimizer with the initial options that are set."""
-    optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning may wrap it
     options = {name: value for name, value in optimizer.defaults.items() if value}
     arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
     return f"{type(optimizer).__name__}({arguments})"
