@@ -31,78 +31,94 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         current: Function that returns the current round.
         undo: Clean-up functions of the fit, to which those of the hooks are added.
     """
-    module = fit.module
-    order = OrderCheck(fit.runner.tensors, fit.check and not fit.processes.share_samples)
-
-    def step_of(batch_idx: int) -> Step:
-        return current().plan.schedule[batch_idx]
-
-    def in_hook(hook: Method, *args: Any, **options: Any) -> Any:
-        with attributes_set(current(), {"is_in_hook": True}):
-            return hook(*args, **options)
-
-    def epoch_start(hook: Method) -> None:
-        in_hook(hook)
-        order.begin_round()
-        current().begin()
-
-    def batch_start(hook: Method, batch: Any, batch_idx: int) -> Any:
-        step = step_of(batch_idx)
-        response = in_hook(hook, batch, step.start)
-        if step.first and step.rows and isinstance(fit.runner, SequentialRunner):
-            order.begin_step(int(current().plan.clients[step.rows[0]]), batch)
-        return response
-
-    def run(optimize: Method, optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:
-        start = step_of(batch_idx).start
-        changed = {"batch_idx": start} if "batch_idx" in kwargs else {}
-        return optimize(optimizer, start, kwargs | changed)
-
-    def run_manual(optimize: Method, kwargs: dict[str, Any]) -> Any:
-        if "batch_idx" in kwargs:
-            kwargs["batch_idx"] = step_of(epoch_loop.batch_idx).start
-        return optimize(kwargs)
-
-    def should_accumulate(_: Method) -> bool:
-        """Return whether the optimizer waits for later batches of the client.
-
-        Lightning also asks between two rounds, after the last batch.
-        """
-        schedule = current().plan.schedule
-        step = schedule[min(epoch_loop.batch_idx, len(schedule) - 1)]
-        done = step.start + step.steps
-        return not step.last and done % fit.trainer.accumulate_grad_batches != 0
-
-    def batch_end(hook: Method, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = step_of(batch_idx)
-        if step.rows:  # empty while this process waits for others
-            in_hook(hook, outputs, batch, step.start)
-        current().end_batch(batch_idx)
-        if step.last:
-            order.end_client()
-
+    module, events = fit.module, _Events(fit, current)
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
     hooks: list[tuple[Any, str, Callable[..., Any]]] = [
-        (module, "on_train_epoch_start", epoch_start),
-        (module, "on_train_batch_start", batch_start),
-        (epoch_loop.automatic_optimization, "run", run),
-        (epoch_loop.manual_optimization, "run", run_manual),
-        (epoch_loop, "_should_accumulate", should_accumulate),
-        (epoch_loop, "update_lr_schedulers", partial(_step_schedulers, current)),
-        (module, "on_train_batch_end", batch_end),
+        (module, "on_train_epoch_start", events.epoch_start),
+        (module, "on_train_batch_start", events.batch_start),
+        (epoch_loop.automatic_optimization, "run", events.run),
+        (epoch_loop.manual_optimization, "run", events.run_manual),
+        (epoch_loop, "_should_accumulate", events.should_accumulate),
+        (epoch_loop, "update_lr_schedulers", events.step_schedulers),
+        (module, "on_train_batch_end", events.batch_end),
     ]
     if isinstance(fit.runner, SequentialRunner):
         own = set(hooks_of(module)).difference(WRAPPED)
-        hooks += [(module, name, in_hook) for name in HOOKS_AFTER_TRANSFER if name in own]
+        hooks += [(module, name, events.in_hook) for name in HOOKS_AFTER_TRANSFER if name in own]
     for owner, name, wrapper in hooks:
         undo.enter_context(replaced(owner, name, partial(partial, wrapper)))
 
 
-def _step_schedulers(
-    current: Callable[[], Round], update: Method, interval: str, **options: Any
-) -> None:
-    """Leave the schedulers of an epoch to the round."""
-    if interval == "epoch" and not options.get("update_plateau_schedulers"):
-        current().step_schedulers(partial(update, interval, **options))
-    else:
-        update(interval, **options)
+class _Events:
+    """Wrap methods of the module and of Lightning's loops, which each method here gets first.
+
+    Args:
+        fit: The fit.
+        current: Function that returns the current round.
+    """
+
+    def __init__(self, fit: Fit, current: Callable[[], Round]) -> None:
+        self.fit, self.current = fit, current
+        self.order = OrderCheck(fit.runner.tensors, fit.check and not fit.processes.share_samples)
+
+    def step_of(self, batch_idx: int) -> Step:
+        """Return the step of the schedule that is a batch of the round."""
+        return self.current().plan.schedule[batch_idx]
+
+    def in_hook(self, hook: Method, *args: Any, **options: Any) -> Any:
+        """Call a hook of the module."""
+        with attributes_set(self.current(), {"is_in_hook": True}):
+            return hook(*args, **options)
+
+    def epoch_start(self, hook: Method) -> None:
+        """Begin the round."""
+        self.in_hook(hook)
+        self.order.begin_round()
+        self.current().begin()
+
+    def batch_start(self, hook: Method, batch: Any, batch_idx: int) -> Any:
+        """Begin a batch."""
+        step = self.step_of(batch_idx)
+        response = self.in_hook(hook, batch, step.start)
+        if step.first and step.rows and isinstance(self.fit.runner, SequentialRunner):
+            self.order.begin_step(int(self.current().plan.clients[step.rows[0]]), batch)
+        return response
+
+    def run(self, optimize: Method, optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:
+        """Optimize with the client's ``batch_idx``."""
+        start = self.step_of(batch_idx).start
+        changed = {"batch_idx": start} if "batch_idx" in kwargs else {}
+        return optimize(optimizer, start, kwargs | changed)
+
+    def run_manual(self, optimize: Method, kwargs: dict[str, Any]) -> Any:
+        """Optimize manually with the client's ``batch_idx``."""
+        if "batch_idx" in kwargs:
+            batch_idx = self.fit.trainer.fit_loop.epoch_loop.batch_idx
+            kwargs["batch_idx"] = self.step_of(batch_idx).start
+        return optimize(kwargs)
+
+    def should_accumulate(self, _: Method) -> bool:
+        """Return whether the optimizer waits for later batches of the client.
+
+        Lightning also asks between two rounds, after the last batch.
+        """
+        trainer, schedule = self.fit.trainer, self.current().plan.schedule
+        step = schedule[min(trainer.fit_loop.epoch_loop.batch_idx, len(schedule) - 1)]
+        done = step.start + step.steps
+        return not step.last and done % trainer.accumulate_grad_batches != 0
+
+    def step_schedulers(self, update: Method, interval: str, **options: Any) -> None:
+        """Leave the schedulers of an epoch to the round."""
+        if interval == "epoch" and not options.get("update_plateau_schedulers"):
+            self.current().step_schedulers(partial(update, interval, **options))
+        else:
+            update(interval, **options)
+
+    def batch_end(self, hook: Method, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End a batch."""
+        step = self.step_of(batch_idx)
+        if step.rows:  # empty while this process waits for others
+            self.in_hook(hook, outputs, batch, step.start)
+        self.current().end_batch(batch_idx)
+        if step.last:
+            self.order.end_client()

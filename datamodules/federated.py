@@ -32,7 +32,7 @@ from lightning_fl.datamodules.splits import Split, split_samples
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, in_memory, subset
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.functional.randomness import run_seed, seeded_rng
-from lightning_fl.options import check_flag, check_integer, check_number, is_list
+from lightning_fl.options import check_flag, check_integer, check_number, check_that, is_list
 from lightning_fl.partition import IID, Partition
 from lightning_fl.runners.user_hooks import TRANSFER_HOOKS
 
@@ -108,9 +108,15 @@ class FederatedDataModule(SplitDataModule):
 
     #: Whether clients have streams of samples, which training reads in order.
     is_stream = False
+    #: Name of ``samples_checksum`` in a checkpoint.
+    samples_are = "checksum of the training labels"
     #: Number of random numbers that each training sample gets for augmentation. If it is positive,
     #: the last element of a training batch is a ``Draws``, until ``on_after_batch_transfer``.
     draws = 0
+    #: Function that returns the plan of the round; set by the loop.
+    plan: Callable[[], RoundPlan] | None = None
+    #: Whether processes share the validation samples during a fit; set by the loop.
+    shares_validation = True
 
     def __init__(
         self,
@@ -145,8 +151,8 @@ class FederatedDataModule(SplitDataModule):
         self.val, *self.more_val = val if isinstance(val, tuple) and val else (val,)
         self.test: Any = test
         self.partition = IID() if partition is None else partition
-        if not isinstance(self.partition, Partition):
-            raise FederationError(f"partition must be a rule, such as IID(), got {partition!r}")
+        is_rule = isinstance(self.partition, Partition)
+        check_that("partition", partition, is_rule, "a rule, such as IID()")
         self.num_clients = check_integer("num_clients", num_clients, min=1, optional=True)
         self.batch_size = check_integer("batch_size", batch_size, min=1, optional=True)
         hint = "pass a fraction in [0, 1) or a number of samples"
@@ -166,10 +172,6 @@ class FederatedDataModule(SplitDataModule):
         self._workers: dict[Any, Workers] = {}
         self.collate_fn = collate_fn or default_collate
         self.seed = check_integer("seed", seed, min=0, optional=True)
-        #: Function that returns the plan of the round; set by the loop.
-        self.plan: Callable[[], RoundPlan] | None = None
-        #: Whether processes share the validation samples during a fit; set by the loop.
-        self.shares_validation = True
         self.split = Split()
         self._present([])
         self._original: Any = None

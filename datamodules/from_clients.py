@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from lightning_fl.datamodules.storage import AnyDataset, InMemory, check_map_sty
 from lightning_fl.errors import FederationError
 from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.options import check_integer, is_list
+from lightning_fl.options import check_integer, check_that, is_list
 from lightning_fl.partition import Natural
 
 #: A data set, or one for training and one for local tests.
@@ -100,7 +100,7 @@ class FromClients(FederatedDataModule):
                 f" {short_repr(list(self.clients))}, got {given!r:.200}"
             )
         for option, value in BY_INDEX.items():
-            if getattr(self, option) != value and (option != "val_size" or self.holds_out):
+            if vars(self)[option] != value and (option != "val_size" or self.holds_out):
                 raise FederationError(
                     f"{option.strip('_')} needs samples with an index, and the clients are streams:"
                     f" set it to {value}"
@@ -191,19 +191,16 @@ class FromClients(FederatedDataModule):
 
 def _named(clients: Any) -> dict[str, tuple[Any, ...]]:
     """Return ``(train,)`` or ``(train, test)`` by the name of the client, for lists its number."""
-    if not (isinstance(clients, Mapping) or is_list(clients)) or not clients:
+    is_named = isinstance(clients, Mapping)
+    if not (is_named or is_list(clients)) or not clients:
         raise FederationError(
             "clients must be a dictionary or list with one data set per client, got"
             f" {short_repr(clients)}: to split one data set, call FederatedDataModule(train=...)"
         )
-    is_named = isinstance(clients, Mapping)
     named = dict(clients) if is_named else {str(i): data for i, data in enumerate(clients)}
     for name, data in named.items():
-        if not isinstance(name, str):
-            raise FederationError(
-                f"the name of a client must be a text, got {short_repr(name)}: quote it, since YAML"
-                " reads 010 as 8 and no as false"
-            )
+        hint = "quote it, since YAML reads 010 as 8 and no as false"
+        check_that("the name of a client", name, isinstance(name, str), "a text", hint)
         named[name] = data if isinstance(data, tuple) and len(data) == 2 else (data,)
         for part in named[name]:
             if part is not named[name][0] or not _is_stream(part):
@@ -268,6 +265,17 @@ def joined(names: Sequence[str], parts: Sequence[Any]) -> Any:
     return samples
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """Stream that can go back to a state."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Go to a state."""
+
+
 class Stream(Dataset[Any]):
     """Stream of the samples of a client, which is read in order: any rows are the next samples.
 
@@ -281,7 +289,7 @@ class Stream(Dataset[Any]):
         self.name, self.data, self.size = name, data, size
         self._reader: Iterator[Any] | None = None
         #: Whether it can go back. Otherwise it is read once, for training.
-        self.has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self.has_state = isinstance(data, Stateful)
         self._first, self._examples = self.state(), list[Any]()
 
     def __len__(self) -> int:

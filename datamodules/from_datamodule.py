@@ -13,7 +13,7 @@ from lightning_fl.datamodules.splits import Split
 from lightning_fl.datamodules.storage import check_map_style
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.hooks import overrides
-from lightning_fl.options import is_list
+from lightning_fl.options import check_that, is_list
 from lightning_fl.partition import Partition
 from lightning_fl.runners.user_hooks import TRANSFER_HOOKS
 
@@ -68,11 +68,9 @@ class FromDataModule(FederatedDataModule):
     ) -> None:
         check_package(datamodule, LightningDataModule)
         is_federated = isinstance(datamodule, FederatedDataModule)  # which the Trainer takes
-        if is_federated or not isinstance(datamodule, LightningDataModule):
-            raise FederationError(
-                "datamodule must be a LightningDataModule that is not a FederatedDataModule, got"
-                f" {type(datamodule).__name__}"
-            )
+        is_right = isinstance(datamodule, LightningDataModule) and not is_federated
+        wanted = "a LightningDataModule that is not a FederatedDataModule"
+        check_that("datamodule", type(datamodule).__name__, is_right, wanted)
         self.datamodule = datamodule
         self._reads_batch_size = batch_size == "loader"
         super().__init__(
@@ -192,7 +190,7 @@ def _check_loader(loader: Any, method: str, replacement: bool) -> None:
         and type(loader.batch_sampler) is BatchSampler
         and type(sampler) in (RandomSampler, SequentialSampler)
         and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]  # it is map-style
-        and (replacement or not getattr(sampler, "replacement", False))
+        and (replacement or type(sampler) is SequentialSampler or not sampler.replacement)
     )
     if not is_plain:
         raise FederationError(

@@ -14,10 +14,9 @@ from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.loader import module_dtype
 from lightning_fl.datamodules.storage import InMemory, not_found
-from lightning_fl.errors import FederationError
 from lightning_fl.files import data_root
 from lightning_fl.functional.augmentation import choices, crop_and_flip
-from lightning_fl.options import check_flag, check_integer
+from lightning_fl.options import check_flag, check_integer, check_that
 
 
 class ImageDataModule(FederatedDataModule):
@@ -55,10 +54,8 @@ class ImageDataModule(FederatedDataModule):
         self, *, client_rotations: Sequence[int] = (), augment: bool = False, **options: Any
     ) -> None:
         for angle in client_rotations:
-            if check_integer("a value of client_rotations", angle) % 90:
-                raise FederationError(
-                    f"client_rotations must be multiples of 90 degrees, got {angle}"
-                )
+            check_integer("a value of client_rotations", angle)
+            check_that("client_rotations", angle, angle % 90 == 0, "multiples of 90 degrees")
         self.client_rotations = list(client_rotations)
         self.draws = 3 if check_flag("augment", augment) else 0
         super().__init__(train=None, val=None, test=None, **options)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
-from lightning_fl.options import check_integer
+from lightning_fl.options import check_integer, check_that
 
 #: The characters of LEAF's Shakespeare.
 LEAF_CHARACTERS = (
@@ -44,15 +44,14 @@ class Characters:
 
     def __init__(self, length: int | None = 80, alphabet: str = LEAF_CHARACTERS) -> None:
         self.length = check_integer("length", length, min=1, optional=True)
-        if len(set(alphabet)) < len(alphabet) or not alphabet:
-            raise FederationError(f"alphabet must have distinct characters, got {alphabet!r}")
+        is_right = len(set(alphabet)) == len(alphabet) > 0
+        check_that("alphabet", alphabet, is_right, "a text of distinct characters")
         self.index = {character: i + 1 for i, character in enumerate(alphabet)}
 
     def __call__(self, text: str) -> Tensor:
         """Return the indices of a text."""
         if self.length is None:
-            if len(text) != 1:
-                raise FederationError(f"a label must be one character, got {text!r:.100}")
+            check_that("a label", text, len(text) == 1, "one character")
             return torch.tensor(self.index.get(text, 0))
         known = [self.index.get(character, 0) for character in text[-self.length :]]
         return torch.tensor([0] * (self.length - len(known)) + known)
@@ -105,8 +104,7 @@ class Relabel:
 
     def __init__(self, labels: Sequence[int | str]) -> None:
         self.classes = {label: i for i, label in enumerate(labels)}
-        if len(self.classes) < len(labels) or not labels:
-            raise FederationError(f"labels must be distinct, got {list(labels)}")
+        check_that("labels", labels, len(self.classes) == len(labels) > 0, "distinct")
 
     def __call__(self, label: Any) -> int:
         """Return the class of a label."""

@@ -10,7 +10,7 @@ from lightning_fl.datamodules.audio import AudioDataModule, Clip
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.files import error_context
-from lightning_fl.options import check_flag
+from lightning_fl.options import check_flag, check_that
 
 #: Words of the ten-keyword task.
 KEYWORDS = ("down", "go", "left", "no", "off", "on", "right", "stop", "up", "yes")
@@ -43,8 +43,8 @@ class SpeechCommands(AudioDataModule):
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
-        if not keywords or len(set(keywords)) != len(keywords):
-            raise FederationError(f"keywords must be distinct words, got {list(keywords)}")
+        are_distinct = len(set(keywords)) == len(keywords) > 0
+        check_that("keywords", keywords, are_distinct, "distinct words")
         self.download, self.keywords = check_flag("download", download), list(keywords)
 
     @property

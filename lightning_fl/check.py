@@ -38,9 +38,10 @@ from lightning_fl.errors import FederationError
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.objectives import ClientModule
-from lightning_fl.options import check_integer
+from lightning_fl.options import check_choice, check_integer
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import VectorizedClients, user_module
+from lightning_fl.runners.tensors import wants_start
 
 #: Maximum number of local steps of a client and round.
 STEPS = 10
@@ -192,8 +193,8 @@ def check_columns(
     """Yield the result of each column when it is known; see :func:`check_federation`."""
     check_integer("rounds", rounds, min=2)
     check_integer("clients", clients, min=2)
-    if unknown := [name for name in columns if name not in COLUMNS]:
-        raise FederationError(f"unknown column {unknown[0]!r}: choose from {list(COLUMNS)}")
+    for name in columns:
+        check_choice("each of columns", name, *COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
         settings = _Settings(make, rounds, clients, Path(folder))
         (base,) = _trained(settings, _Fit())
@@ -363,7 +364,7 @@ def _train(settings: _Settings, fit: _Fit) -> dict[str, Any]:
     ends = dict(_attributes(module, *callbacks))
     return {
         "state": {name: t.detach().cpu().clone() for name, t in module.state_dict().items()},
-        "has_anchor": getattr(module, "federated_global_parameters", None) is not None,
+        "has_anchor": wants_start(module),
         "updates": change.updates,
         "attributes": ends,
         "changed": sorted(name for name in ends if ends[name] != starts.get(name)),

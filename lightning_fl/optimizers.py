@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
-from lightning_fl.options import check_choice, check_flag, check_integer, check_number, is_list
+from lightning_fl.options import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_that,
+    is_list,
+)
 from lightning_fl.runners.optimizer import is_elementwise, is_proportional
 
 
@@ -54,8 +61,7 @@ class Adaptive(torch.optim.Optimizer):
         check_choice("rule", rule, "adagrad", "adam", "yogi")
         check_number("lr", lr, above=0)
         check_number("tau", tau, above=0)
-        if not is_list(betas) or len(betas) != 2:
-            raise FederationError(f"betas must be two numbers, got {betas!r}")
+        check_that("betas", betas, is_list(betas) and len(betas) == 2, "two numbers")
         for beta in betas:
             check_number("a value of betas", beta, min=0, below=1)
         options = {"rule": rule, "lr": lr, "betas": tuple(betas), "tau": tau}

@@ -73,6 +73,30 @@ def check_number(
     raise FederationError(f"{name} must be {kind}{limits}{none}, got {value!r:.200}{fix}")
 
 
+def check_that(name: str, value: _T, holds: bool, wanted: str, hint: str = "") -> _T:
+    """Return a value that is what it must be; raise otherwise.
+
+    Args:
+        name: Name of the option for the error message.
+        value: Its value.
+        holds: Whether it is what it must be.
+        wanted: What it must be, in words.
+        hint: How to fix a wrong value; the end of the error message.
+
+    Raises:
+        FederationError: If the value is not what it must be.
+
+    Example:
+        >>> check_that("kernel_size", 4, 4 % 2 == 1, "odd")
+        Traceback (most recent call last):
+        lightning_fl.errors.FederationError: kernel_size must be odd, got 4
+    """
+    if not holds:
+        fix = f": {hint}" * bool(hint)
+        raise FederationError(f"{name} must be {wanted}, got {value!r:.200}{fix}")
+    return value
+
+
 def check_integer(
     name: str,
     value: _T,
@@ -150,10 +174,8 @@ def check_choice(name: str, value: _T, *allowed: str) -> _T:
         Traceback (most recent call last):
         lightning_fl.errors.FederationError: weighting must be samples or uniform, got 'sample'
     """
-    if not isinstance(value, str) or value not in allowed:
-        words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-        raise FederationError(f"{name} must be {words}, got {value!r:.200}")
-    return value
+    words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+    return check_that(name, value, isinstance(value, str) and value in allowed, words)
 
 
 def check_flag(name: str, value: _T) -> _T:
@@ -171,8 +193,7 @@ def check_flag(name: str, value: _T) -> _T:
         Traceback (most recent call last):
         lightning_fl.errors.FederationError: centered must be true or false, got 'false'
     """
-    if not isinstance(value, bool | np.bool_):
-        raise FederationError(f"{name} must be true or false, got {value!r:.200}")
+    check_that(name, value, isinstance(value, bool | np.bool_), "true or false")
     return cast("_T", bool(value))
 
 

@@ -17,7 +17,7 @@ from lightning_fl import _PACKAGES, aggregators, policies
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.optimizers import Adaptive
-from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.options import check_choice, check_integer, check_number, check_that
 from lightning_fl.types import FederationError
 
 
@@ -66,6 +66,12 @@ def test_what_is_not_a_number_is_refused(value):
     for check in (check_number, check_integer):
         with pytest.raises(FederationError, match=re.escape(f"got {value!r}: use 1")):
             check("x", value, optional=True, hint="use 1")
+
+
+def test_value_that_is_not_what_it_must_be_raises():
+    assert check_that("x", [1], True, "a list") == [1]
+    with pytest.raises(FederationError, match=r"^x must be odd, got 4: use 3 or 5$"):
+        check_that("x", 4, False, "odd", hint="use 3 or 5")
 
 
 @pytest.mark.parametrize("value", [1.0, 0, 5, np.float32(2), None])

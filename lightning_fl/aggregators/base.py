@@ -79,7 +79,7 @@ class Aggregator(Metric, ABC):
         check_training(self, federation)
         # A Trainer of one process may run beside others, in processes that know each other. If
         # processes share the samples of a client, every process already has all updates.
-        is_alone = getattr(federation.trainer, "world_size", None) == 1
+        is_alone = federation.trainer is not None and federation.trainer.world_size == 1
         is_alone = is_alone or federation.shares_samples
         self.distributed_available_fn = _never if is_alone else jit_distributed_available
 
@@ -227,6 +227,15 @@ class Aggregator(Metric, ABC):
         self._sums[name] = made = VectorSum(length, self.device)
         setattr(self, name, made)
 
+    def sum_of(self, name: str) -> VectorSum:
+        """Return a sum of :meth:`add_sum`; that of all processes, if they are gathered.
+
+        Args:
+            name: Name of the attribute.
+        """
+        total: VectorSum = vars(self)[name]
+        return total
+
     def reset(self) -> None:
         """Reset the states; sums in place."""
         super().reset()
@@ -288,7 +297,8 @@ class Aggregator(Metric, ABC):
             rows: Rows, ``[k, ...]``, by the name of the list.
         """
         for name, values in rows.items():
-            getattr(self, name).append(values.to(self.server.device, copy=True))
+            states: Any = self.metric_state[name]
+            states.append(values.to(self.server.device, copy=True))
 
     def require_extras(self, clients: ClientUpdate, **shapes: tuple[int, ...]) -> None:
         """Raise an error if clients did not send what the rule needs in addition to updates.
@@ -333,7 +343,8 @@ class Aggregator(Metric, ABC):
 
     def _type_empty_lists(self, group: Any) -> None:
         """Give empty list states the dtype and row shape of the other processes."""
-        lists = {name: getattr(self, name) for name, first in self._defaults.items() if first == []}
+        states: dict[str, Any] = self.metric_state
+        lists = {name: rows for name, rows in states.items() if self._defaults[name] == []}
         if not lists:
             return
         own = {k: (rows[0].dtype, rows[0].shape[1:]) for k, rows in lists.items() if len(rows)}
@@ -390,7 +401,7 @@ class Aggregator(Metric, ABC):
             One tensor per state, or an empty list if no client returned.
         """
         # Lists, or tensors if torchmetrics has gathered them.
-        states: list[Any] = [getattr(self, name) for name in names]
+        states: list[Any] = [self.metric_state[name] for name in names]
         if not len(states[0]):
             return []
         tensors = [torch.cat(state) if isinstance(state, list) else state for state in states]

@@ -17,7 +17,13 @@ from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import Cohort
 from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.errors import FederationError
-from lightning_fl.functional.privacy import clipped_update, epsilon, next_clip, noise_beside_a_count
+from lightning_fl.functional.privacy import (
+    check_delta,
+    clipped_update,
+    epsilon,
+    next_clip,
+    noise_beside_a_count,
+)
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.summation import add_rows, sum_value
 from lightning_fl.options import check_choice, check_number
@@ -149,12 +155,7 @@ class DPFedAvg(FedOpt):
 
     def allocate(self, server: Tensor) -> None:
         """Check delta and count_noise, and declare states; see :meth:`FedOpt.allocate`."""
-        n = self._drawn.clients
-        if not self._delta < 1 / n:
-            raise FederationError(
-                f"delta={self._delta:g} would allow revealing one of {n} clients entirely: delta"
-                f" must be less than {1 / n:g}"
-            )
+        check_delta(self._delta, self._drawn.clients, "clients")
         epsilon([], self._delta, self._drawn)  # raises early if dp-accounting is missing
         if self.quantile is not None:
             noise_beside_a_count(self.noise_multiplier, self._count_noise)

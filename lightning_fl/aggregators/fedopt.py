@@ -56,6 +56,10 @@ class FedOpt(FedAvg):
 
     needs_trained_mask = True
 
+    #: The optimizer and the scheduler of a run; None before its first round.
+    _optimizer: Any = None
+    _scheduler: Any = None
+
     def __init__(
         self,
         optimizer: OptimizerCallable | None = None,
@@ -79,7 +83,7 @@ class FedOpt(FedAvg):
         self._optimizer = self.make_optimizer([param])
         make = self.make_scheduler
         # Any: ReduceLROnPlateau, which needs a metric, was refused.
-        self._scheduler: Any = None if make is None else make(self._optimizer)
+        self._scheduler = None if make is None else make(self._optimizer)
         groups = self._optimizer.param_groups
         self._given = [{k: v for k, v in g.items() if k != "params"} for g in groups]
 
@@ -133,7 +137,7 @@ class FedOpt(FedAvg):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the states of the optimizer and the scheduler for the checkpoint."""
-        if not hasattr(self, "_optimizer"):  # before the first round
+        if self._optimizer is None:
             return {}
         state = {
             "kind": type(self._optimizer).__name__,

@@ -20,7 +20,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator, seeded_rng
 from lightning_fl.functional.sub_networks import held_entries, held_units, mean_over_holders
 from lightning_fl.functional.summation import sum_value
-from lightning_fl.options import check_choice, check_flag, check_number
+from lightning_fl.options import check_choice, check_flag, check_number, check_that, is_list
 from lightning_fl.transforms.compression import Compression
 
 #: Layers with units: weights are ``[out, in, ...]``.
@@ -79,8 +79,7 @@ class HeteroFL(FedAvg):
         window: Literal["first", "rolling"] = "first",
     ) -> None:
         super().__init__("uniform")
-        if not isinstance(rates, Sequence) or not rates:
-            raise FederationError(f"rates must be a list of one or more rates, got {rates!r}")
+        check_that("rates", rates, is_list(rates) and len(rates) > 0, "a list of one or more rates")
         self.rates = [check_number("each of rates", rate, above=0, max=1) for rate in rates]
         #: The distinct rates, in ascending order.
         self.distinct = sorted(set(self.rates))
@@ -203,14 +202,16 @@ class HeteroFL(FedAvg):
         """Add what clients hold; what attacks and update transforms add beyond it is not sent."""
         super().update(replace(clients, delta=clients.delta * self._of(clients.clients)))
         counts = self.levels[clients.clients.cpu()].bincount(minlength=len(self.distinct))
+        holders: Mapping[str, Any] = self.metric_state
         for level, count in enumerate(counts.tolist()):
-            getattr(self, f"holders_{level}").add_(count)
+            holders[f"holders_{level}"].add_(count)
 
     def compute(self) -> Tensor:
         """Return the global model with the mean over the holders of each entry."""
         count = torch.zeros(self.held.shape[1], dtype=torch.float64, device=self.held.device)
+        holders: Mapping[str, Any] = self.metric_state
         for level, held in enumerate(self.held):
-            count += held * getattr(self, f"holders_{level}")
+            count += held * holders[f"holders_{level}"]
         return mean_over_holders(self.server, sum_value(self.total), count)
 
 

@@ -155,7 +155,7 @@ class IFCA(Aggregator):
         add_rows(self.weight, is_member.double(), weights)
         for cluster, rows in enumerate(is_member.T):
             if rows.any():
-                add_rows(getattr(self, f"total_{cluster}"), moves[rows], weights[rows])
+                add_rows(self.sum_of(f"total_{cluster}"), moves[rows], weights[rows])
         self.append(ids=clients.clients, choices=chosen)
 
     def compute(self) -> Tensor:
@@ -167,8 +167,7 @@ class IFCA(Aggregator):
         self.cluster_of = self.cluster_of.index_copy(0, ids, chosen)
         divisors, models = sum_value(self.weight).clamp(min=1), self.models.clone()
         for cluster, divisor in enumerate(divisors):
-            total: VectorSum = getattr(self, f"total_{cluster}")
-            models[cluster] = total.moved(models[cluster], divisor)
+            models[cluster] = self.sum_of(f"total_{cluster}").moved(models[cluster], divisor)
         self.models = models
         members = torch.bincount(self.cluster_of + 1, minlength=self.clusters + 1)[1:].double()
         self.round_metrics["clusters"] = float((members > 0).sum())

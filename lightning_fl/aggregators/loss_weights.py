@@ -111,7 +111,7 @@ class FedControl(Aggregator):
         fall, integral, rows = self._terms(known, before, after)
         weights = torch.stack([clients.num_samples.to(self.known), fall, integral])
         for term, row in zip(TERMS, weights, strict=True):
-            add_rows(getattr(self, term), clients.delta, row)
+            add_rows(self.sum_of(term), clients.delta, row)
         add_rows(self.weight, weights.T)
         add_rows(self.absolute, weights.T.abs())
         self.append(ids=clients.clients, reports=rows)
@@ -127,7 +127,7 @@ class FedControl(Aggregator):
 
     def compute(self) -> Tensor:
         """Return the new global model, and store the client reports."""
-        total = torch.stack([sum_value(getattr(self, term)) for term in TERMS])
+        total = torch.stack([sum_value(self.sum_of(term)) for term in TERMS])
         weight, absolute = sum_value(self.weight), sum_value(self.absolute)
         share = total.new_tensor([self.alpha, self.beta, 1 - self.alpha - self.beta])
         self._remember()

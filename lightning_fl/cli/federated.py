@@ -22,7 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress, RunReport
 from lightning_fl.callbacks.config import RunConfig
@@ -38,6 +38,8 @@ from lightning_fl.report.run import TABLE, TEST_FORMAT, changes_of_test, version
 from lightning_fl.runners import VectorizedClients
 
 _CLI = TypeVar("_CLI", bound=LightningCLI)
+#: Print from one process only.
+say = rank_zero_only(print)
 #: Environment variable with the folder of a fit, for the processes that it launches.
 RUN_FOLDER = "LIGHTNING_FL_RUN_FOLDER"
 
@@ -268,34 +270,29 @@ class FederatedCLI(LightningCLI):
             self.trainer.fit(**kwargs)
             return
         if path := kwargs.get("ckpt_path"):
-            self._say(f"Resuming from {short_path(Path(path))}")
+            say(f"Resuming from {short_path(Path(path))}")
         try:
             with self._leaving_nothing():
                 self.trainer.fit(**kwargs)
         except SystemExit as end:  # of Lightning: code 1 after an interruption, 0 after SIGTERM
             if isinstance(end, SIGTERMException) or self.trainer.interrupted:
-                self._say("\ninterrupted; resume with --ckpt_path last")
+                say("\ninterrupted; resume with --ckpt_path last")
                 code = TERMINATED if isinstance(end, SIGTERMException) else INTERRUPTED
                 raise SystemExit(code) from end
             raise
         loop: FederatedLoop = self._get(self.config_init, "federation")
         if not loop.fit.has_begun:
-            self._say(
+            say(
                 f"Nothing to train: the checkpoint is of round {loop.round}; increase"
                 f" --trainer.max_epochs ({self.trainer.max_epochs}) to continue"
             )
-        self._say(f"Written to {short_path(self.run_folder)}")
+        say(f"Written to {short_path(self.run_folder)}")
         if loop.rows and all(map(is_unusable, loop.rows)):
             fail(
                 f"no update was usable in all {loop.round} rounds, so the model has learned"
                 " nothing: see the first warning for the cause",
                 NOT_TRAINED,
             )
-
-    def _say(self, message: str) -> None:
-        """Print a message from one process."""
-        if self.trainer.is_global_zero:
-            print(message)
 
     def test(self, **kwargs: Any) -> None:
         """Test and write the metrics to ``test.json`` beside the checkpoint.

@@ -123,7 +123,9 @@ def describe(parser: LightningArgumentParser, command: str) -> None:
 
 
 def check_words(parser: LightningArgumentParser | None, words: Sequence[str]) -> None:
-    """Check the options of a command and the files of its configurations.
+    """Check the files of the configurations of a command, and the names of its options and classes.
+
+    The last name of an option alone is no option.
 
     Args:
         parser: Parser of the command; None if there is no such command.
@@ -132,8 +134,16 @@ def check_words(parser: LightningArgumentParser | None, words: Sequence[str]) ->
     for path in (word.rpartition("=")[2] for word in words):
         if path.endswith((".yaml", ".yml")) and os.path.isfile(path):
             check_file(path)
-    if parser is not None:
-        check_names(parser, words)
+    if parser is None:
+        return
+    actions = {option: action for action in parser._actions for option in action.option_strings}
+    for word, next_word in zip(words, [*words[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if word.startswith("--") and "." not in name and name not in actions:
+            whole = [option for option in actions if option.endswith(f".{name[2:]}")]
+            whole = whole or ["its whole name, such as --federation.policy.init_args.lr"]
+            raise FederationError(f"{name} is not an option: use {' or '.join(whole)}")
+        refuse_class(actions.get(name.removesuffix("+")), value or next_word, name[2:])
 
 
 def check_file(path: str) -> None:
@@ -166,25 +176,11 @@ def refuse_class(action: Any, value: Any, key: str) -> None:
         if not known or not found or name in known:
             continue
         (nearest,) = get_close_matches(found[1], known, n=1, cutoff=0)
-        if found[2]:
-            remedy = f"write {{class_path: {nearest}, init_args: {{...}}}}"
-            raise FederationError(f"{key}: {name} is Python: {remedy}")
-        raise FederationError(
-            f"{key}: there is no class {name}\nThe nearest name is {nearest}; a class of yours"
-            f" needs its module, such as my_module.{name}"
-        )
-
-
-def check_names(parser: LightningArgumentParser, args: Sequence[str]) -> None:
-    """Raise an error for an unknown class, and for the last name of an option alone."""
-    actions = {option: action for action in parser._actions for option in action.option_strings}
-    for word, next_word in zip(args, [*args[1:], ""], strict=True):
-        name, _, value = word.partition("=")
-        if word.startswith("--") and "." not in name and name not in actions:
-            whole = [option for option in actions if option.endswith(f".{name[2:]}")]
-            whole = whole or ["its whole name, such as --federation.policy.init_args.lr"]
-            raise FederationError(f"{name} is not an option: use {' or '.join(whole)}")
-        refuse_class(actions.get(name.removesuffix("+")), value or next_word, name[2:])
+        why = f"{name} is Python: write {{class_path: {nearest}, init_args: {{...}}}}"
+        if not found[2]:
+            why = f"there is no class {name}\nThe nearest name is {nearest}; a class of yours"
+            why += f" needs its module, such as my_module.{name}"
+        raise FederationError(f"{key}: {why}")
 
 
 class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types

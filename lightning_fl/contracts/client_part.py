@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -134,6 +134,14 @@ class ClientPart(ABC):
         """
 
 
+@runtime_checkable
+class HasLosses(Protocol):
+    """Module that returns the losses of samples."""
+
+    def federated_losses(self, batch: Any) -> Tensor:
+        """Return the loss of each sample, ``[n]``."""
+
+
 def check_losses(part: object, module: Any) -> None:
     """Check that the module returns the losses of samples.
 
@@ -144,7 +152,7 @@ def check_losses(part: object, module: Any) -> None:
     Raises:
         FederationError: If the module has no method ``federated_losses``.
     """
-    if module is not None and not callable(getattr(module, "federated_losses", None)):
+    if module is not None and not isinstance(module, HasLosses):
         raise FederationError(
             f"{type(part).__name__} requires a method federated_losses(batch) that returns the loss"
             f" of each sample: add it to {type(module).__name__}, or use a ClientModule"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
-from lightning_fl.options import check_exclusive, check_integer, check_number, is_list
+from lightning_fl.options import check_exclusive, check_integer, check_number, check_that, is_list
 
 KINDS = ("local", "shared", "all")
 
@@ -55,11 +55,8 @@ class Phase:
         check_exclusive(num_steps=self.num_steps, local_epochs=self.local_epochs)
         is_patterns = is_list(self.train) and len(self.train) > 0
         is_patterns = is_patterns and all(isinstance(p, str) for p in self.train)
-        if not (self.train in KINDS or is_patterns):
-            raise FederationError(
-                f"train of a phase must be {', '.join(KINDS)} or a list of patterns, got"
-                f" {self.train!r}"
-            )
+        wanted = f"{', '.join(KINDS)} or a list of patterns"
+        check_that("train of a phase", self.train, self.train in KINDS or is_patterns, wanted)
 
     @property
     def is_open(self) -> bool:

@@ -7,7 +7,7 @@ import os
 import re
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -121,7 +121,7 @@ class PreparedFit:
         )
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by the connector
         #: Callbacks that implement ``on_client_updates``.
-        self.watchers = [c for c in callbacks if callable(getattr(c, "on_client_updates", None))]
+        self.watchers = [c for c in callbacks if isinstance(c, Watcher)]
         # These callbacks unfreeze parameters during the fit.
         self.exchange_frozen = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self.federation = self._describe(user)
@@ -159,7 +159,6 @@ class PreparedFit:
         options, user = self.options, user_module(self.module)
         policies = [p for p in options.policy.modules() if isinstance(p, HyperparameterPolicy)]
         terms = terms_of(user)
-        labels = getattr(self.data, "samples_are", "checksum of the training labels")
         return {
             "clients in a round": self.planner.cohort_size,
             "min_clients": int(options.min_clients),
@@ -169,7 +168,7 @@ class PreparedFit:
             "phases": [repr(phase) for phase in options.phases],
             "update_transforms": [describe(transform) for transform in options.update_transforms],
             "batches in a local epoch": int(self.planner.batches_per_epoch.sum()),
-            labels: self.samples_checksum,
+            self.data.samples_are: self.samples_checksum,
             "faults and attacks": [describe(watcher) for watcher in self.watchers],
             "terms": [describe(term) for term in terms],
         }
@@ -232,6 +231,16 @@ class PreparedFit:
         undo.enter_context(checked_optimizers(user_module(self.module)))
         data.plan = planner.plan
         undo.callback(setattr, data, "plan", None)
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """Callback that sees, changes or drops the updates of clients before they are aggregated."""
+
+    def on_client_updates(
+        self, plan: RoundPlan, clients: Tensor, delta: Tensor, dropped: dict[int, str]
+    ) -> Tensor:
+        """Return the updates; see ``lightning_fl.callbacks.faults.OnUpdates``."""
 
 
 class Fit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -188,7 +188,6 @@ class _Logged(NamedTuple):
 
 
 def _logged(metric: Any) -> _Logged:
-    options = {f.name: getattr(metric.meta, f.name) for f in fields(_Metadata)}
-    options.pop("_sync")
+    options = {name: value for name, value in vars(metric.meta).items() if name != "_sync"}
     rank_zero_only = metric.meta.sync.rank_zero_only
     return _Logged(options, metric.value.cpu(), _samples(metric).cpu(), rank_zero_only)

@@ -343,8 +343,7 @@ class Round:
             parts = {n: t[row] for n, t in {**fit.runner.layout.split(delta), **beside}.items()}
             client, steps = int(clients[row]), self._losses or [{"loss": self._reported[row]}]
             with seeded_rng(0, fit.module.device):  # transforms of samples may draw
-                is_stream = getattr(fit.data, "is_stream", False)
-                samples = None if is_stream else fit.data.samples_of(client)
+                samples = None if fit.data.is_stream else fit.data.samples_of(client)
                 self.results.cause = describe_non_finite(client, parts, steps, samples)
         return replace(sent, delta=delta), dropped
 

@@ -10,7 +10,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from lightning_fl.errors import FederationError
-from lightning_fl.options import check_choice
+from lightning_fl.options import check_choice, check_that
 
 Graph = Literal["ring", "grid", "erdos_renyi", "complete"]
 #: Maximum number of draws to obtain a connected random graph.
@@ -102,8 +102,9 @@ def check_mixing(weights: Tensor) -> None:
     Example:
         >>> check_mixing(torch.full((3, 3), 1 / 3))
     """
-    if weights.ndim != 2 or len(weights) != weights.shape[1] or not weights.isfinite().all():
-        raise FederationError(f"mixing_matrix must be square and finite, got {weights.tolist()}")
+    is_square = weights.ndim == 2 and len(weights) == weights.shape[1]
+    is_right = is_square and bool(weights.isfinite().all())
+    check_that("mixing_matrix", weights.tolist(), is_right, "square and finite")
     rules = {
         "be at least 0": bool((weights >= 0).all()),
         "have rows that sum to 1": float((weights.sum(1) - 1).abs().max()) <= 1e-6,

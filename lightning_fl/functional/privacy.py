@@ -158,6 +158,27 @@ def noise_beside_a_count(noise: float, count_noise: float) -> float:
     return 1 / math.sqrt(noise**-2 - (2 * count_noise) ** -2)
 
 
+def check_delta(delta: float, count: int, kind: str) -> None:
+    r"""Check that :math:`\delta < 1/n`, beyond which one of :math:`n` may be revealed entirely.
+
+    Args:
+        delta: Probability :math:`\delta` with which the bound on the privacy loss may fail.
+        count: Number :math:`n` of clients or samples.
+        kind: What they are, for the message.
+
+    Raises:
+        FederationError: If it is not.
+
+    Example:
+        >>> check_delta(1e-5, 1000, "clients")
+    """
+    if not delta < 1 / count:
+        raise FederationError(
+            f"delta={delta:g} would allow revealing one of {count} {kind} entirely: delta must be"
+            f" less than {1 / count:g}"
+        )
+
+
 def clipped_update(update: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\Delta \min(1, C / \|\Delta\|)`, and True if the norm is at most :math:`C`.
 

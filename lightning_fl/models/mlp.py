@@ -7,8 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from lightning_fl.errors import FederationError
-from lightning_fl.options import check_integer
+from lightning_fl.options import check_integer, check_that, is_list
 
 
 class MLPClassifier(nn.Sequential):
@@ -27,10 +26,8 @@ class MLPClassifier(nn.Sequential):
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        if not isinstance(sizes, Sequence) or len(sizes) < 2:
-            raise FederationError(
-                f"sizes must be two or more widths, from input to classes, got {sizes!r}"
-            )
+        wanted = "two or more widths, from input to classes"
+        check_that("sizes", sizes, is_list(sizes) and len(sizes) > 1, wanted)
         for i, size in enumerate(sizes):
             check_integer(f"sizes[{i}]", size, min=1)
         layers: list[nn.Module] = [nn.Flatten()]

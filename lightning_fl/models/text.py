@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fl.errors import FederationError
 from lightning_fl.models.weights import load_weights
-from lightning_fl.options import check_number, check_sizes
+from lightning_fl.options import check_number, check_sizes, check_that
 
 
 class TextTransformer(nn.Module):
@@ -55,8 +54,7 @@ class TextTransformer(nn.Module):
         check_sizes(vocabulary=vocabulary, num_classes=num_classes, width=width)
         check_sizes(depth=depth, heads=heads, length=length)
         check_number("dropout", dropout, min=0, below=1)
-        if width % heads:
-            raise FederationError(f"heads must divide width={width}, got heads={heads}")
+        check_that("heads", heads, width % heads == 0, f"a divisor of width={width}")
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(0.02 * torch.randn(length, width))
         self.layers = nn.ModuleList(_Layer(width, heads, dropout) for _ in range(depth))

@@ -63,7 +63,7 @@ def check_classes(term: Term, module: TermModule) -> None:
     Raises:
         FederationError: If the data module does not know the number of samples of each class.
     """
-    data: Any = getattr(module.trainer, "datamodule", None)
+    data: Any = module.trainer.datamodule  # type: ignore[attr-defined]  # a connector's
     is_elsewhere = hasattr(data, "example") and data.example() is None
     if getattr(data, "class_counts", None) is None and not is_elsewhere:
         raise FederationError(

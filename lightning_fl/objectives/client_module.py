@@ -200,7 +200,7 @@ class ClientModule(TermModule):
 
     def _example(self) -> Tensor:
         """Return example inputs of the network."""
-        data: Any = getattr(self.trainer, "datamodule", None)
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # a connector's
         if self.example_input_array is None and hasattr(data, "example"):
             return cast("Tensor", data.example()[0])
         if not isinstance(self.example_input_array, Tensor):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError
-from lightning_fl.functional.privacy import clipped_sum, sample_epsilon
+from lightning_fl.functional.privacy import check_delta, clipped_sum, sample_epsilon
 from lightning_fl.objectives.two_passes import TwoPassModule
 from lightning_fl.options import check_integer, check_number
 
@@ -160,11 +160,7 @@ class SampleAccountant(Callback):
                 f"{type(self.module).__name__} draws from all samples of a client, and a batch has"
                 " others: set batch_size=None and replacement=False of the data module"
             )
-        if not self.module.delta < 1 / (most := int(data.num_samples.max())):
-            raise FederationError(
-                f"delta={self.module.delta:g} would allow revealing one of the {most} samples of a"
-                f" client entirely: delta must be less than {1 / most:g}"
-            )
+        check_delta(self.module.delta, int(data.num_samples.max()), "samples of a client")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the steps of the round. A stream has other samples in the next one."""

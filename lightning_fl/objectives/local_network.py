@@ -56,11 +56,13 @@ class LocalNetwork(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors, by their name in the module of the network."""
-        return {name: getattr(self, _key(name)) for name in self._names}
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return {name: own[_key(name)] for name in self._names}
 
     def parameters_by_name(self) -> dict[str, Tensor]:
         """Return the values of the trained parameters of the network, by name in the module."""
-        return {name: getattr(self, _key(name)) for name in self._params}
+        own = self.tensors()
+        return {name: own[name] for name in self._params}
 
     @torch.no_grad()
     def start(self, net: nn.Module) -> None:

@@ -15,7 +15,7 @@ from lightning_fl.functional.representation import matching_error, pad_to, unpoo
 from lightning_fl.objectives.parameter_groups import ParameterGroup
 from lightning_fl.objectives.recorder import Recorder, Trace
 from lightning_fl.objectives.terms import ModelView, Term
-from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.options import check_choice, check_integer, check_number, check_that
 
 CONVOLUTIONS: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
@@ -103,8 +103,7 @@ class RepresentationMatching(Term):
         self.source = check_choice("source", source, "next", "same")
         self.seed = check_integer("seed", seed, min=0)
         self.kernel_size = check_integer("kernel_size", kernel_size, min=1)
-        if kernel_size % 2 == 0:
-            raise FederationError(f"kernel_size must be odd, got {kernel_size}")
+        check_that("kernel_size", kernel_size, kernel_size % 2 == 1, "odd")
         self.lr_factor = check_number("lr_factor", lr_factor, above=0)
         self.optimizer = optimizer
         self.points = None if points is None else list(points)

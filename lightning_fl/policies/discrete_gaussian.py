@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_fl.contracts.feedback import Feedback
 from lightning_fl.contracts.phases import Phase
-from lightning_fl.errors import FederationError
 from lightning_fl.functional.discrete_gaussian import (
     causal_weights,
     centered_weights,
@@ -20,7 +19,7 @@ from lightning_fl.functional.discrete_gaussian import (
     score,
 )
 from lightning_fl.functional.randomness import RandomStream
-from lightning_fl.options import check_choice, check_flag, check_integer, check_number
+from lightning_fl.options import check_choice, check_flag, check_integer, check_number, check_that
 from lightning_fl.policies.base import ChoicePolicy, check_values, validated
 
 #: Range of learning rates and local steps in the paper's tasks; the paper does not give its grid.
@@ -197,9 +196,8 @@ class DiscreteGaussianReinforce(ChoicePolicy):
 
 
 def _check_grid(grid: Mapping[str, Sequence[float]]) -> None:
-    if not grid or not all(grid.values()):
-        raise FederationError(f"grid must have values for at least one name, got {grid}")
+    has_values = bool(grid) and all(grid.values())
+    check_that("grid", grid, has_values, "a mapping with values for each name")
     check_values("grid", grid)
     for name, values in grid.items():
-        if len(set(values)) != len(values):
-            raise FederationError(f"grid must have distinct values for {name}, got {values}")
+        check_that(f"values of {name} in grid", values, len(set(values)) == len(values), "distinct")

@@ -16,7 +16,7 @@ from lightning_fl.contracts.phases import Phase
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, derive_seed
 from lightning_fl.functional.tables import PLACES, with_place
-from lightning_fl.options import check_choice, check_flag, check_number
+from lightning_fl.options import check_choice, check_flag, check_number, check_that
 from lightning_fl.policies.base import ChoicePolicy, check_values
 
 #: Decay of running means.
@@ -244,8 +244,7 @@ class PersonalizedPolicyGradient(ChoicePolicy):
 def _by_name(candidates: list[dict[str, float]]) -> dict[str, list[float]]:
     """Return the values of all candidates by name."""
     names = candidates[0].keys() if candidates else set()
-    if len(candidates) < 2 or not names or any(c.keys() != names for c in candidates):
-        raise FederationError(
-            f"candidates must be at least two settings with the same names, got {candidates}"
-        )
+    are_right = len(candidates) > 1 and names and all(c.keys() == names for c in candidates)
+    wanted = "at least two settings with the same names"
+    check_that("candidates", candidates, bool(are_right), wanted)
     return {name: [candidate[name] for candidate in candidates] for name in names}

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fl.errors import FederationError
 from lightning_fl.files import csv_text
 from lightning_fl.functional.intervals import t_interval
+from lightning_fl.options import check_choice
 from lightning_fl.report import groups as grouping
 from lightning_fl.report import summary, words
 from lightning_fl.report.curves import cost, hyper_parameters, picture, progress
@@ -333,10 +333,9 @@ def latex(compared: Comparison, columns: Sequence[str] = (), percent: bool = Fal
         tested = {name for run in compared.runs for name in run.test.get("metrics", {})}
         columns = [name for name in compared.names if name.startswith("final ") or name in tested]
     known = dict.fromkeys([*compared.names, *(n for each in compared.of.values() for n in each)])
-    if unknown := [name for name in columns if name not in known]:
-        raise FederationError(f"no run has a column {unknown[0]!r}: they have {', '.join(known)}")
     head, cells = ["group"], [[_text(group.name)] for group in compared.groups]
     for name in columns:
+        check_choice("each of columns", name, *known)
         every = [compared.values(group, name) for group in compared.groups]
         is_share = compared.mode(name) == "max" and all(0 <= v <= 1 for each in every for v in each)
         factor = 100 if percent and is_share else 1

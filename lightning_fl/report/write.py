@@ -17,6 +17,7 @@ from markupsafe import Markup
 from lightning_fl import __version__
 from lightning_fl.errors import FederationError
 from lightning_fl.files import error_context, write_atomically
+from lightning_fl.options import check_choice, check_that
 from lightning_fl.report.figures import COLORS, Panel, svg
 from lightning_fl.report.groups import Group, group
 from lightning_fl.report.one_run import about_run
@@ -71,30 +72,35 @@ def report(
             read, no run has the metric or a column, there is a mode without a metric, or a file
             cannot be written.
     """
-    named = runs if isinstance(runs, Mapping) else {"": runs}
-    found = {
-        name: find_runs([paths] if isinstance(paths, str | Path) else paths)
-        for name, paths in named.items()
-    }
-    folders = [folder for each, _ in found.values() for folder in each]
-    if not folders:
-        raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
-    (often, count), *_ = Counter(folder.resolve() for folder in folders).most_common(1)
-    if count > 1:
-        raise FederationError(f"{often} is in several groups: pass it once")
-    alone = len(folders) == 1
-    path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
-    if path.suffix != ".html":
-        raise FederationError(f"output must be a file name that ends in .html, got {path}")
-    groups = _judged({name: each for name, (each, _) in found.items() if each}, metric, mode)
-    left_out = [note for _, notes in found.values() for note in notes]
-    page = about_run(groups[0].runs[0], title) if alone else about_groups(groups, title, left_out)
+    found, left_out = _folders(runs if isinstance(runs, Mapping) else {"": runs})
+    first, *others = (folder for folders in found.values() for folder in folders)
+    path = Path(output or ("report.html" if others else first / "report.html"))
+    is_page = path.suffix == ".html"
+    check_that("output", str(path), is_page, "a file name that ends in .html")
+    groups = _judged(found, metric, mode)
+    page = about_groups(groups, title, left_out) if others else about_run(groups[0].runs[0], title)
     table = "" if latex is None else table_of(Comparison(groups), columns, percent)
     with error_context(f"{path} could not be written, choose another output", OSError):
         write_atomically(path, html(page).encode(errors="replace"))
         if latex is not None:
             write_atomically(latex, table)
     return path
+
+
+def _folders(named: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[str]]:
+    """Return the folders of runs by name of their group, and notes on runs that are left out."""
+    found, left_out = dict[str, list[Path]](), list[str]()
+    for name, paths in named.items():
+        folders, notes = find_runs([paths] if isinstance(paths, str | Path) else paths)
+        found |= {name: folders} if folders else {}
+        left_out += notes
+    every = Counter(folder.resolve() for folders in found.values() for folder in folders)
+    if not every:
+        raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
+    ((often, count),) = every.most_common(1)
+    if count > 1:
+        raise FederationError(f"{often} is in several groups: pass it once")
+    return found, left_out
 
 
 def _judged(
@@ -114,8 +120,8 @@ def _judged(
         runs = [replace(read_run(folder), metric=metric, mode=mode) for folder in folders]
         groups += [Group(name, runs)] if name else group(runs)
     known = dict.fromkeys(n for each in groups for run in each.runs for n in run.columns)
-    if metric not in (None, *known):
-        raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(known)}")
+    if metric is not None:
+        check_choice("metric", metric, *known)
     return groups
 
 

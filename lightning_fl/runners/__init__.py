@@ -1,8 +1,8 @@
 """Runners, which train clients one after another or many at once.
 
-- ``base``, ``sequential`` and ``vectorized_runner`` are the runners, ``stacks`` are the tensors of
-  clients at once, ``vectorized_clients`` is the wrapper that Lightning gets for them and chooses a
-  runner, ``groups`` the number of these clients.
+- ``base``, ``sequential`` and ``vectorized_runner`` are the runners, ``global_model`` is what they
+  exchange, ``stacks`` are the tensors of clients at once, ``vectorized_clients`` is the wrapper
+  that Lightning gets for them and chooses a runner, ``groups`` the number of these clients.
 - ``local_step`` is a training step as a function of its tensors, ``compiled`` the same as a graph.
   ``samples`` goes into it, ``tensors`` and ``optimizer`` are changed by it; ``client_optimizers``
   makes the optimizers fresh for each client. ``step_module`` is what a module of the package tells
@@ -15,8 +15,9 @@
 """
 
 from lightning_fl.contracts.phases import Phase
-from lightning_fl.runners.base import BufferPolicy, ClientRunner
+from lightning_fl.runners.base import ClientRunner
 from lightning_fl.runners.client_optimizers import ClientOptimizer, ClientOptimizers
+from lightning_fl.runners.global_model import BufferPolicy
 from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.optimizer import optimizers_in
 from lightning_fl.runners.sequential import SequentialRunner

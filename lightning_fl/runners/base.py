@@ -14,26 +14,23 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_fl.contracts.client_part import GradientTerm
-from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.runners.client_optimizers import ClientOptimizer, ClientOptimizers, Rows
-from lightning_fl.runners.constants import Constants
+from lightning_fl.runners.global_model import BufferPolicy as BufferPolicy
+from lightning_fl.runners.global_model import GlobalModel
 from lightning_fl.runners.hyperparameters import Declared
-from lightning_fl.runners.local_tensors import named_local_tensors
 from lightning_fl.runners.optimizer import around_steps, evaluates_often
 from lightning_fl.runners.phases import PhasedTraining, trained_parameters
-from lightning_fl.runners.spectral_norm import refine_singular_vectors
-from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, TensorList, flat
+from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, flat
 
-BufferPolicy = Literal["average", "server", "local"]
 #: Whether a client keeps its optimizer state between rounds: of all parameters, of none, or only of
 #: those that stay with the client.
 KeepOptimizer = bool | Literal["local"]
 
 
-class ClientRunner(ABC):
+class ClientRunner(GlobalModel, ABC):
     """Train clients: load the global model, make local steps, collect the client updates.
 
     Client-local parameters and buffers (``federated_local_parameters``) are neither averaged nor
@@ -66,38 +63,11 @@ class ClientRunner(ABC):
         constants: Mapping[str, nn.Parameter],
         local: Iterable[str],
     ) -> None:
-        self.module = module
-        self.buffers, self.keep_optimizer = buffers, keep_optimizer
+        super().__init__(module, buffers, constants, local)
+        self.keep_optimizer = keep_optimizer
         self.optimizers, self.optimizer = list(optimizers), optimizers[0]
-        self.tensors = ModuleTensors(module, constants)
-        self.constants = Constants(type(module).__name__, self.tensors.constants)
-        self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
         self.declared = Declared(module)
         self.declared.reset()
-        #: Initial values of client-local parameters and buffers, by name.
-        self.private = {name: self.tensors.by_name[name] for name in local}
-        self.note_private()
-        params, buffers_sent = (
-            {name: tensor for name, tensor in tensors.items() if name not in self.private}
-            for tensors in (self.named_parameters, self.named_buffers)
-        )
-        #: Aggregated parameters and floating-point buffers, by name.
-        self.shared = {n: p for n, p in params.items() if p.is_floating_point()}
-        self.shared_buffers = {n: b for n, b in buffers_sent.items() if b.is_floating_point()}
-        #: Aggregated integer parameters and buffers, by name.
-        sent = {**params, **buffers_sent}.items()
-        self.named_counters = {n: t for n, t in sent if not t.is_floating_point()}
-        floating = [*self.shared.values(), *self.shared_buffers.values()]
-        self.vector = TensorList(floating, torch.float32)
-        self.num_parameters = sum(flat(p).numel() for p in self.shared.values())
-        self.counters = TensorList(self.named_counters.values(), torch.int64)
-        #: Parameters of the model that stay local by an option of the loop. The parameters that a
-        #: client started from, which terms compare with, are then its own ones.
-        own = {*self.named_buffers, *named_local_tensors(module)}
-        self.restored_first = [name for name in self.private if name not in own]
-        #: Names of the parameters and buffers that are stored for each client.
-        own_buffers = self.named_buffers if buffers == "local" else ()
-        self.stored = list(dict.fromkeys([*self.private, *own_buffers]))
         #: The first optimizer's learning rate, to which a client's rate is a ratio. With a
         #: scheduler it is the initial value, so that the scheduler's factor still applies.
         group = self.optimizer.param_groups[0]
@@ -122,56 +92,12 @@ class ClientRunner(ABC):
             before, after = partial(self._before_step, o), partial(self.end_step, o)
             self._steps.enter_context(around_steps(o.optimizer, before, after))
 
-    # --- the global model -------------------------------------------------------------------------
-
-    def adopt(self) -> None:
-        """Restore buffers that the module replaced; see ``ModuleTensors.adopt``."""
-        self.tensors.adopt()
-
-    def read(self) -> ServerState:
-        """Return a copy of the module's state."""
-        self.adopt()
-        return ServerState(self.vector.read(), self.counters.read())
-
     def write(self, state: ServerState) -> None:
         """Load a state into the module and reset the optimizer."""
-        self.adopt()
-        self.tensors.warn_of_late_buffers()
-        self.vector.write(state.vector)
-        self.counters.write(state.counters)
-        self.restore_private()
+        super().write(state)
         self.optimizer_state.reset()
         self.gradient_terms = []
         self.declared.reset()
-
-    def fit_to_average(self, returned: int) -> None:
-        """Fit singular vectors of spectral normalization to a new global model.
-
-        Args:
-            returned: Number of clients whose updates the model is made of.
-        """
-        if refine_singular_vectors(self.module, returned == 1 and self.buffers != "server"):
-            self.restore_private()  # vectors that stay with the clients keep their initial values
-
-    def note_private(self) -> None:
-        """Record the current values of client-local tensors as their initial values."""
-        tensors = self.tensors.by_name
-        self.private = {name: tensors[name].detach().clone() for name in self.private}
-
-    def restore_private(self) -> None:
-        """Load the initial values of client-local tensors into the module."""
-        self.restore({self.row_name(name): first for name, first in self.private.items()})
-
-    def row_name(self, name: str) -> str:
-        """Return the name of a tensor in the stored rows of a client."""
-        return f"{'parameter' if name in self.named_parameters else 'buffer'}.{name}"
-
-    @torch.no_grad()
-    def restore(self, rows: Rows) -> None:
-        """Copy parameters and buffers of a client's rows into the module."""
-        for name, tensor in self.tensors.by_name.items():
-            if (row := rows.get(self.row_name(name))) is not None:
-                tensor.copy_(row, non_blocking=True)
 
     def close(self) -> None:
         """Release the optimizers."""
@@ -181,13 +107,6 @@ class ClientRunner(ABC):
         if self.tensors.wants_start:
             vars(self.module)[GLOBAL_PARAMETERS] = {}
         self.declared.reset()
-
-    @property
-    def layout(self) -> VectorLayout:
-        """The position of each exchanged tensor in the vector."""
-        shapes = {n: t.shape for n, t in {**self.shared, **self.shared_buffers}.items()}
-        counters = sum(self.counters.sizes)
-        return VectorLayout(shapes, self.num_parameters, counters, self.vector.dtype)
 
     def trained_mask(self) -> Tensor | None:
         """Return the mask of trainable entries, ``[P]``; None means all.
@@ -249,7 +168,7 @@ class ClientRunner(ABC):
                 optimizer's is 0 or missing.
         """
 
-    def note_start(self) -> None:  # noqa: B027  # clients elsewhere start there
+    def note_start(self) -> None:  # clients elsewhere start there
         """Record where the clients start from, for modules that ask for it."""
 
     @abstractmethod
@@ -261,7 +180,7 @@ class ClientRunner(ABC):
                 keep the values of the module.
         """
 
-    def begin_batch(  # noqa: B027  # sequential training does not need it
+    def begin_batch(  # sequential training does not need it
         self, work: Callable[[], tuple[Tensor, Tensor]]
     ) -> None:
         """Prepare the local steps of a Lightning batch.
@@ -359,18 +278,6 @@ class ClientRunner(ABC):
         params = self.optimizer_state.params()
         prefixes = tuple(prefix for prefix, param in params if id(param) in local)
         return {name: row for name, row in rows.items() if name.startswith(prefixes)}
-
-    def _moved(self, local: Tensor, state: ServerState) -> Tensor:
-        """Return the updates of local vectors, ``[k, P]``, which are overwritten."""
-        at = self.num_parameters
-        # A constant buffer may hold infinities, as attention masks do, or NaN: inf - inf is NaN.
-        now, before = local[:, at:], state.vector[:, at:]
-        kept = (now == before) | (now.isnan() & before.isnan())
-        delta = local.sub_(state.vector)
-        delta[:, at:].masked_fill_(kept, 0)
-        if self.buffers == "server":
-            delta[:, at:] = 0
-        return delta
 
     # --- gradients and phases ---------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn, optim
@@ -29,6 +29,14 @@ SHAPES = (), (3,), (20, 4), (3, 2, 5)
 
 
 # --- any optimizer --------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class HasFresh(Protocol):
+    """Optimizer of stacked clients whose state of a parameter does not begin with zero."""
+
+    def fresh(self, param: Tensor, name: str) -> Tensor:
+        """Return the initial state of a parameter."""
 
 
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -147,7 +155,7 @@ def why_not_elementwise(optimizer: Optimizer, keep: bool) -> str | None:
     # Of SGD, or with a method fresh, the state of a client consists of stacked tensors only.
     is_sgd = type(optimizer) is optim.SGD
     is_sgd = is_sgd and not any(group["dampening"] for group in optimizer.param_groups)
-    if keep and not is_sgd and not hasattr(optimizer, "fresh"):
+    if keep and not is_sgd and not isinstance(optimizer, HasFresh):
         return f"clients would share a part of the state of {name}, as they keep it"
     return None
 
@@ -213,6 +221,6 @@ def _copied_onto(params: Mapping[int, nn.Parameter], optimizer: Optimizer) -> Op
 
 def fresh(optimizer: Optimizer, param: Tensor, name: str) -> Tensor:
     """Return the initial state of a parameter: zero, or the result of the optimizer's ``fresh``."""
-    made = getattr(optimizer, "fresh", None)
-    value: Tensor = torch.zeros_like(param) if made is None else made(param, name)
-    return value.detach().clone()
+    if isinstance(optimizer, HasFresh):
+        return optimizer.fresh(param, name).detach().clone()
+    return torch.zeros_like(param)

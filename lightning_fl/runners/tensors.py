@@ -106,7 +106,12 @@ class ModuleTensors:
     @property
     def wants_start(self) -> bool:
         """Whether the module asks for the parameters that its client starts from."""
-        return getattr(self.module, GLOBAL_PARAMETERS, None) is not None
+        return wants_start(self.module)
+
+
+def wants_start(module: nn.Module) -> bool:
+    """Return whether a module asks for the parameters that its client starts from."""
+    return getattr(module, GLOBAL_PARAMETERS, None) is not None
 
 
 def overlapping(module: nn.Module) -> tuple[str, str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +20,13 @@ from lightning_fl.samplers.durations import SimulatedDurations
 
 #: Maps a client and the round in which it starts to seconds.
 Seconds = Callable[[int, int], float]
+
+
+@runtime_checkable
+class HasDurations(Protocol):
+    """Callback that simulates how long clients train, such as ``ClientFaults``."""
+
+    durations: SimulatedDurations
 
 
 class AsynchronousSampler(ClientSampler):
@@ -96,7 +104,7 @@ class AsynchronousSampler(ClientSampler):
     def _simulated(self, federation: Federation) -> SimulatedDurations | None:
         """Return the durations of a callback of the Trainer; None if there is none."""
         callbacks = [] if federation.trainer is None else federation.trainer.callbacks
-        return next((c.durations for c in callbacks if hasattr(c, "durations")), None)
+        return next((c.durations for c in callbacks if isinstance(c, HasDurations)), None)
 
     # --- the clock --------------------------------------------------------------------------------
 

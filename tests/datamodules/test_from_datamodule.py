@@ -312,7 +312,9 @@ def test_a_random_sampler_with_replacement_needs_the_option():
 
 def test_what_is_no_data_module_is_refused():
     for wrong in (TensorDataset(torch.zeros(3)), FederatedDataModule()):
-        with pytest.raises(FederationError, match=f"that is not a .*, got {type(wrong).__name__}"):
+        with pytest.raises(
+            FederationError, match=f"that is not a .*, got '{type(wrong).__name__}'"
+        ):
             FromDataModule(wrong)
     for option in ("val", "eval_batch_size", "drop_last", "collate_fn"):
         with pytest.raises(TypeError, match=option):

@@ -21,7 +21,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.tables import PLACES, with_place
-from lightning_fl.options import check_integer, check_number, is_list
+from lightning_fl.options import check_integer, check_number, check_that, is_list
 
 
 class NeuronMatching(Aggregator):
@@ -94,8 +94,8 @@ class NeuronMatching(Aggregator):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        if widths is not None and not (is_list(widths) and widths):
-            raise FederationError(f"widths must be a non-empty list of numbers, got {widths!r}")
+        is_right = widths is None or (is_list(widths) and len(widths) > 0)
+        check_that("widths", widths, is_right, "a non-empty list of numbers")
         for i, width in enumerate(widths or ()):
             check_integer(f"widths[{i}]", width, min=1)
         searched = gamma, client_variance, prior_variance
