@@ -34,7 +34,7 @@ def check_training(rule: Any, federation: Federation) -> None:
     if "plain_sgd" in needs:
         refused = ["momentum", *["weight_decay"] * ("no_decay" in needs)]
         check_plain_sgd(name, federation, refused)
-    streams = federation.data is not None and federation.data.stream_steps > 1
+    streams = getattr(federation.data, "stream_steps", 1) > 1
     if "constant_sizes" in needs and streams and rule.weighting == "samples":
         raise FederationError(
             f"{name}(weighting='samples') requires clients of a constant size, and"

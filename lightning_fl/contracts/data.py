@@ -34,8 +34,6 @@ class FederatedData(Protocol):
     samples_are: str
     #: Whether clients have streams of samples, which training reads in order.
     is_stream: bool
-    #: Number of parts of each client's samples, of which each round trains one; 1 trains all.
-    stream_steps: int
     #: Class of each training sample, ``[n]``; None if it is unknown.
     class_labels: Tensor | None
     #: Samples per local step, None for all; whether they are drawn with replacement, and whether
