@@ -134,7 +134,7 @@ class Plateau(Foreign):
 
 
 class Scheduled(Foreign):
-    """A rate that ends at zero with the run, and hooks that write to the parameters."""
+    """A rate that ends at zero with the run, a warm-up, and hooks that write to the parameters."""
 
     def __init__(self):
         super().__init__(dropout=0.0, metric=False, optimizer=MOMENTUM)
@@ -144,7 +144,7 @@ class Scheduled(Foreign):
             param.data.mul_(0.9)
 
     def training_step(self, batch, batch_idx):
-        return (1 + batch_idx) * super().training_step(batch, batch_idx)
+        return (1 + batch_idx + self.global_step) * super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         for param in self.parameters():

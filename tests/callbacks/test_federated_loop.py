@@ -509,14 +509,21 @@ def test_optimiser_state_belongs_to_the_client(fit, linear, state):
     assert module.net.weight.item() == pytest.approx(1 - 0.1 - kept)
 
 
-def test_half_parameters_and_flags_survive(fit, linear):
+@pytest.mark.parametrize("wrap", [lambda module: module, VectorizedClients])
+def test_parameters_and_buffers_of_any_type_and_layout_survive(fit, linear, wrap):
     module = linear()
     module.small = nn.Parameter(torch.tensor([0.1, 0.2], dtype=torch.bfloat16))
+    module.turned = nn.Parameter(torch.arange(6.0).view(2, 3).T)
+    module.number = nn.Parameter(torch.tensor(3.0))
+    module.empty = nn.Parameter(torch.zeros(0))
     module.register_buffer("flag", torch.tensor([True, False]))
+    module.register_buffer("count", torch.tensor(2**60))
+    module.register_buffer("absent", None)
     before = copy.deepcopy(module.state_dict())
-    fit(module, FederatedLoop(), full_batches())
-    for name in ("small", "flag"):
-        assert torch.equal(module.state_dict()[name], before[name])
+    fit(wrap(module), FederatedLoop(), full_batches())
+    del before["net.weight"]  # which is trained
+    for name, value in before.items():
+        assert torch.equal(module.state_dict()[name], value), name
 
 
 # --- a round that is cut short --------------------------------------------------------------------

@@ -17,7 +17,6 @@ from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import RoundCheckpoint
 from lightning_fl.objectives import Proximal, Term
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners.vectorized_runner import Stacks
 from lightning_fl.types import FederationError
 from linear import Linear
 from own_starts import OwnStarts
@@ -67,17 +66,6 @@ def test_clipping_is_per_client(agree, tiny, algorithm):
     limit = {"norm": 0.3, "value": 0.02}[algorithm]
     clipping = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
     agree(tiny, most_steps=2, **clipping)
-
-
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_schedulers_do_not_change_results(agree, tiny, interval):
-    class Scheduled(tiny.kind):
-        def configure_optimizers(self):
-            optimizer = momentum(self.parameters())
-            halve = torch.optim.lr_scheduler.StepLR(optimizer, 2 if interval == "step" else 1, 0.5)
-            return [optimizer], [{"scheduler": halve, "interval": interval}]
-
-    agree(lambda: tiny(Scheduled), most_steps=(1, 3), rounds=3)
 
 
 # --- modules of all kinds -------------------------------------------------------------------------
@@ -389,7 +377,14 @@ def test_a_user_module_is_given_what_its_client_started_from(agree, tiny):
             )
             return super().training_step(batch, batch_idx) + 3 * drift
 
-    agree(lambda: tiny(Near), federation={"aggregator": OwnStarts()})
+    modules = []
+
+    def make():
+        modules.append(tiny(Near))
+        return modules[-1]
+
+    agree(make, federation={"aggregator": OwnStarts()})
+    assert [module.federated_global_parameters for module in modules] == [{}, {}]
 
 
 @pytest.mark.slow
@@ -505,19 +500,6 @@ def test_a_checkpoint_resumes_with_another_group_size(train, tiny, flat, tmp_pat
     loop = train(resumed, second, ckpt_path=str(tmp_path / "last.ckpt"), **options)
     torch.testing.assert_close(flat(resumed), flat(whole), atol=1e-12, rtol=0)
     assert [row["round"] for row in loop.rows] == [row["round"] for row in expected]
-
-
-def test_a_fit_that_fails_in_mid_round_leaves_the_server_model(train, tiny, flat):
-    class Fails(Callback):
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.current_epoch == 1 and trainer.global_step > 10:
-                raise ZeroDivisionError
-
-    whole, stopped = tiny(), tiny()
-    train(whole, 3, rounds=1)
-    with pytest.raises(ZeroDivisionError):
-        train(stopped, 3, rounds=2, callbacks=[Fails()])
-    assert torch.equal(flat(stopped), flat(whole))
 
 
 class Saved(L.LightningModule):
@@ -702,35 +684,6 @@ def test_sparse_gradients_and_integer_parameters(agree, tiny, sparse, momentum):
 
     agree(make, (1, 3))
     assert all(module.order.tolist() == [2, 0, 2**60, 1] for module in made)
-
-
-@pytest.mark.parametrize("uses", [None, "term", "subclass"])
-def test_client_hooks_of_terms_run_for_each_client_only_if_one_uses_them(
-    train, client, uses, monkeypatch
-):
-    calls, rows, stacked = [], [], Stacks.client
-
-    class Marks(Proximal):
-        def on_client_end(self, module):
-            calls.append(module.net[0].weight)
-
-    class Module(ClientModule):
-        def on_client_start(self):
-            super().on_client_start()
-            calls.append(self.net[0].weight)
-
-    def client_of(self, row):
-        rows.append(row)
-        return stacked(self, row)
-
-    monkeypatch.setattr(Stacks, "client", client_of)
-    kind = Module if uses == "subclass" else ClientModule
-    term = functools.partial(Marks if uses == "term" else Proximal, 0.1)
-    module = client(kind, [term])
-    train(module, 7, rounds=1, federation={"check": False})  # which calls hooks of copies
-    assert len(calls) == (0 if uses is None else 7)
-    assert rows == ([] if uses is None else list(range(7)))
-    assert module.trainer.callback_metrics["train_loss"] > 0
 
 
 @pytest.mark.filterwarnings("ignore:.*trains one client after another")

@@ -3,7 +3,6 @@
 import copy
 import functools
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import Phase, VectorizedClients
 from lightning_fl.runners.phases import PhasedTraining
 from lightning_fl.types import FederationError
+from linear import Linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation and test use the global model")
 HEAD, BODY = ["net.2.weight", "net.2.bias"], ["net.0.weight", "net.0.bias"]
@@ -27,24 +27,14 @@ PERSONAL = functools.partial(PFedMe, lr=0.5, personal_lr=0.1, lam=1.0, inner_ste
 FEDREP = [Phase("local", local_epochs=2), Phase("shared")]
 
 
-class Net(L.LightningModule):
+class Net(Linear):
     """A body and a head, trained with momentum and weight decay."""
 
     def __init__(self, optimizer=SGD):
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
-        self.optimizer = optimizer
+        net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+        super().__init__(net, optimizer)
         self.double()
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self):
-        return self.optimizer(self.parameters())
 
 
 @pytest.fixture
