@@ -177,9 +177,12 @@ class Adversaries(L.LightningModule):
             of_critic.step()
         if self.global_step % 3 != 2:
             with self.toggled_optimizer(of_generator):
-                of_generator.zero_grad()
-                self.manual_backward(F.softplus(-self.critic(self.generator(noise))).mean())
-                of_generator.step()
+
+                def closure():
+                    of_generator.zero_grad()
+                    self.manual_backward(F.softplus(-self.critic(self.generator(noise))).mean())
+
+                of_generator.step(closure=closure)
         self.lr_schedulers().step()
         self.log("critic", loss, on_step=False, on_epoch=True)
         return loss

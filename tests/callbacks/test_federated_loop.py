@@ -138,38 +138,6 @@ def test_the_global_generators_are_left_as_they_were(fit, foreign):
     assert before[2] == random.getstate()
 
 
-class Dropouts(Callback):
-    """What a module's first dropout would draw for each client."""
-
-    def __init__(self):
-        self.drawn = {}
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        plan = trainer.datamodule.plan()
-        step = plan.schedule[batch_idx]
-        if step.first:
-            client = int(plan.clients[step.rows[0]])
-            self.drawn[plan.round, client] = torch.rand(4).tolist(), batch[0].clone()
-
-
-def test_batches_and_dropout_of_a_client_do_not_depend_on_the_others(fit, foreign, data):
-    seen = []
-    for sampled in (None, 2):
-        watch = Dropouts()
-        fit(
-            foreign(),
-            FederatedLoop(clients_per_round=sampled, buffers="average", seed=5),
-            data(),
-            callbacks=[watch],
-        )
-        seen.append(watch.drawn)
-    everyone, few = seen
-    assert 0 < len(few) < len(everyone)
-    for key, (drawn, batch) in few.items():
-        assert everyone[key][0] == drawn
-        assert torch.equal(everyone[key][1], batch)
-
-
 # --- learning rates -------------------------------------------------------------------------------
 
 
@@ -426,13 +394,18 @@ def test_a_fit_in_one_process_says_how_to_use_the_cores(fit, linear, caplog, mon
 
 
 class Counting(L.LightningModule):
-    """Its floating buffer adds up the samples seen, its integer buffer counts the steps."""
+    """Its floating buffer adds up the samples seen, its integer buffer counts the steps.
+
+    It keeps an infinite mask, and a value that is missing.
+    """
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.register_buffer("missing", torch.full((2,), torch.nan))
 
     def training_step(self, batch, batch_idx):
         self.seen += len(batch[0])
@@ -441,6 +414,15 @@ class Counting(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SetsAnew(Counting):
+    """Counts by new tensors."""
+
+    def training_step(self, batch, batch_idx):
+        self.seen = self.seen + len(batch[0])
+        self.steps = self.steps + 1
+        return (self.weight - 1).square().sum()
 
 
 class Skewed(IID):
@@ -453,6 +435,7 @@ class Skewed(IID):
 
 
 @pytest.mark.filterwarnings("ignore:.*have no `validation_step`")
+@pytest.mark.parametrize("kind", [Counting, SetsAnew])
 @pytest.mark.parametrize(
     ("buffers", "seen", "steps"),
     [
@@ -462,15 +445,18 @@ class Skewed(IID):
         ("local", [28 / 3, 2 * 28 / 3], [3, 6]),
     ],
 )
-def test_buffers_are_averaged_kept_or_the_servers(fit, buffers, seen, steps):
+def test_buffers_are_averaged_kept_or_the_servers(fit, buffers, seen, steps, kind):
     for rounds in (1, 2):
-        module = Counting()
+        module = kind()
         data = FederatedDataModule(
             regression(24), partition=Skewed(), num_clients=3, batch_size=4, val_size=0
         )
         loop = fit(module, FederatedLoop(buffers=buffers), data, rounds=rounds)
         assert module.seen.item() == pytest.approx(seen[rounds - 1])
         assert module.steps.item() == steps[rounds - 1]
+        assert module.weight.item() > 0
+        assert module.mask[0, 1] == float("-inf")
+        assert module.missing.isnan().all()
     if buffers == "local":
         assert [loop.store.get(k)["buffer.seen"].item() for k in range(3)] == [8, 16, 24]
     else:
@@ -550,12 +536,17 @@ def test_a_stop_in_mid_round_leaves_the_server_model(fit, foreign, caplog):
     assert "Round 2 was stopped after 1 of 4 clients, and does not count" in caplog.text
 
 
-def test_an_exception_in_mid_round_leaves_the_server_model(fit, foreign):
+@pytest.mark.parametrize(("group_size", "step"), [(None, 22), (2, 11)])
+def test_an_exception_in_mid_round_leaves_the_server_model(fit, foreign, group_size, step):
+    def run(module, *callbacks, rounds):
+        wrapped = VectorizedClients(module, group_size, compile=False) if group_size else module
+        fit(wrapped, rounds=rounds, callbacks=callbacks)
+
     whole, broken = foreign(), foreign()
-    fit(whole, rounds=1)
+    run(whole, rounds=1)
     before = torch.get_rng_state()
     with pytest.raises(ZeroDivisionError):
-        fit(broken, rounds=3, callbacks=[StopAt(22, ZeroDivisionError())])
+        run(broken, StopAt(step, ZeroDivisionError()), rounds=3)
     assert same(whole.state_dict(), broken.state_dict())
     assert torch.equal(before, torch.get_rng_state())
 
@@ -636,22 +627,6 @@ def test_a_checkpoint_does_not_grow_with_clients(fit, linear, tmp_path):
         fit(linear(), FederatedLoop(), full_batches(num_clients, 100), rounds=1, **keep(tmp_path))
         sizes.append((tmp_path / "last.ckpt").stat().st_size)
     assert sizes[1] - sizes[0] < 500
-
-
-#: Changes of the loop and the data; ``test_checkpoints.py`` has others.
-OTHERS = [
-    ({}, {"partition": QuantitySkew()}, "its split of the data over clients"),
-    ({"policy": PerClient()}, {}, "policy_class is Schedule.* PerClient"),
-    ({"buffers": "local"}, {}, "its buffers is average, here it is local"),
-]
-
-
-def test_a_checkpoint_of_another_federation_is_refused(fit, foreign, data, tmp_path, subtests):
-    fit(foreign(), FederatedLoop(seed=1, buffers="average"), rounds=1, **keep(tmp_path))
-    for changes, options, message in OTHERS:
-        loop = FederatedLoop(**{"seed": 1, "buffers": "average"} | changes)
-        with subtests.test(message), pytest.raises(FederationError, match=message):
-            fit(foreign(), loop, data(**options), **resume(tmp_path))
 
 
 def test_resuming_with_other_options_says_which(fit, foreign, data, tmp_path):
@@ -941,35 +916,6 @@ def test_a_loader_of_another_length_is_refused(fit, foreign, data):
 
 
 # --- what modules and runs do now and then --------------------------------------------------------
-
-
-class SetsAnew(Counting):
-    """Counts as above, but by new tensors; keeps an infinite mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
-        self.register_buffer("missing", torch.full((2,), torch.nan))
-
-    def training_step(self, batch, batch_idx):
-        self.seen = self.seen + len(batch[0])
-        self.steps = self.steps + 1
-        return (self.weight - 1).square().sum()
-
-
-@pytest.mark.filterwarnings("ignore:.*have no `validation_step`")
-def test_buffers_that_are_set_anew_or_infinite_are_federated_too(fit):
-    data = FederatedDataModule(
-        regression(24), partition=Skewed(), num_clients=3, batch_size=4, val_size=0
-    )
-    module = SetsAnew()
-    loop = fit(module, FederatedLoop(buffers="average"), data, rounds=1)
-    assert module.seen.item() == pytest.approx(28 / 3)
-    assert module.steps.item() == 3
-    assert loop.rows[0]["dropped"] == 0
-    assert module.weight.item() > 0
-    assert module.mask[0, 1] == float("-inf")
-    assert module.missing.isnan().all()
 
 
 def test_a_resumed_run_takes_the_policys_rate_whatever_the_optimizers(fit, linear, tmp_path):

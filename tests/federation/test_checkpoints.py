@@ -16,6 +16,7 @@ from lightning_fl.aggregators import FedAdam
 from lightning_fl.callbacks import AtomicCheckpointIO, ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.cli import main
 from lightning_fl.models.weights import load_weights
+from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient, Schedule
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.transforms import TopK
@@ -32,7 +33,7 @@ def load(path, **options):
 def federation(trainer, data, linear, tmp_path):
     """Run or resume a federation; a run writes its checkpoints to one folder."""
 
-    def run(rounds=1, ckpt_path=None, loop=None, command="fit", make=linear, clients=4, **options):
+    def run(rounds=1, ckpt_path=None, loop=None, command="fit", make=linear, split=(), **options):
         runner = trainer(
             loop,
             rounds=rounds,
@@ -40,7 +41,7 @@ def federation(trainer, data, linear, tmp_path):
             enable_checkpointing=True,
         )
         module = make(features=6)
-        federated = data(num_clients=clients)
+        federated = data(**{"num_clients": 4} | dict(split))
         getattr(runner, command)(module, datamodule=federated, ckpt_path=ckpt_path, **options)
 
     return run
@@ -319,12 +320,15 @@ def test_file_of_another_federation_is_refused_by_name(federation, linear, tmp_p
         return module
 
     others = [
-        ({"clients": 5}, "its num_clients is 4, here it is 5. To resume, restore"),
+        ({"split": {"num_clients": 5}}, "its num_clients is 4, here it is 5. To resume, restore"),
+        ({"split": {"partition": QuantitySkew()}}, "its split of the data over clients"),
         ({"make": wider}, "the model does not match the checkpoint: .*size mismatch"),
         ({"make": queue}, r"non-persistent buffers are missing or differ: \['queue'\]"),
         ({"loop": FederatedLoop(FedAdam())}, "aggregator_class is FedAvg, here it is FedAdam"),
         ({"loop": FederatedLoop(seed=3)}, "its seed is 0, here it is 3. To resume, restore it"),
         ({"loop": FederatedLoop(optimizer_state="keep")}, "its optimizer_state is reset, here"),
+        ({"loop": FederatedLoop(policy=Growing())}, "policy_class is Schedule.* Growing"),
+        ({"loop": FederatedLoop(buffers="local")}, "its buffers is average, here it is local"),
     ]
     for options, words in others:
         with pytest.raises(FederationError, match=f"{path} cannot be .*{words}"):
