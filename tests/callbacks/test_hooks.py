@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler
 from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -97,30 +96,6 @@ def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, wh
     fit(module, FederatedLoop(seed=3), data, callbacks=[*callbacks, look])
     for rounds, validated in enumerate(seen, 1):  # the aggregate is validated
         torch.testing.assert_close(validated, by_hand(data, start, rounds), atol=1e-12, rtol=0)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_a_write_before_a_round_is_made_once_when_the_round_is_resumed(fit, linear, data, tmp_path):
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 8:  # of 4 clients x 2 steps: in the second round
-                trainer.save_checkpoint(tmp_path / "within.ckpt")
-                if self.stops:
-                    raise ZeroDivisionError
-
-    def run(stops=False, **options):
-        module, save = linear(), Save()
-        save.stops = stops
-        module.on_train_epoch_start = lambda: shrink(module)
-        federated = data(regression(), val=regression(9))
-        loop = FederatedLoop(seed=3, policy=Schedule(num_steps=2))
-        fit(module, loop, federated, callbacks=[save], enable_checkpointing=True, **options)
-        return module.net.weight.detach()
-
-    whole = run()
-    with pytest.raises(ZeroDivisionError):
-        run(stops=True)
-    assert torch.equal(whole, run(ckpt_path=str(tmp_path / "within.ckpt")))
 
 
 def test_a_client_starts_after_all_hooks_with_its_own_random_numbers(fit, linear, data):
@@ -826,30 +801,6 @@ def test_training_batches_are_those_of_the_client(fit, kind, is_lean, hooks):
     assert beside.found == {10}
     assert beside.last == ([False] * 9 + [True]) * 2
     assert beside.batches == [*range(10)] * 2
-
-
-class Profiled(PassThroughProfiler):
-    """Asks before and after each training step, as the profiler of torch does."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = set()
-
-    def start(self, action_name):
-        if action_name.endswith("training_step"):
-            self.found.add(self._lightning_module.trainer.num_training_batches)
-
-    stop = start
-
-
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
-def test_a_profiler_counts_batches_though_clients_train_at_once(fit, linear):
-    profiler = Profiled()
-    # With a callback that follows batches, each has one local step.
-    follows = type("Follows", (L.Callback,), {"on_train_batch_end": lambda *_: None})()
-    options = {"profiler": profiler, "callbacks": [follows]}
-    ask_for_batches(fit, linear(), lambda m: VectorizedClients(m, 2, compile=False), **options)
-    assert profiler.found == {6}
 
 
 class Plans(L.LightningModule):

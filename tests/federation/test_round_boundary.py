@@ -45,6 +45,10 @@ class Module(L.LightningModule):
     def forward(self, x):
         return self.head(self.body(x) + self.queue)
 
+    def on_train_epoch_start(self):
+        with torch.no_grad():  # once, also when the round is resumed
+            self.head.weight.mul_(0.9)
+
     def training_step(self, batch, batch_idx):
         x, y = batch
         self.queue.mul_(0.9).add_(0.1 * x.detach().mean(0)[:4])
