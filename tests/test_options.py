@@ -22,22 +22,6 @@ from lightning_fl.types import FederationError
 
 
 @pytest.mark.parametrize(
-    ("value", "limits"),
-    [
-        (0, {"min": 0}),
-        (1, {"max": 1}),
-        (-1e300, {"below": 0}),
-        (0.5, {"above": 0, "below": 1}),
-        (10**400, {"above": 0}),
-        (None, {"optional": True}),
-        (math.inf, {"above": 0, "max": math.inf}),
-    ],
-)
-def test_a_number_in_range_is_returned(value, limits):
-    assert check_number("x", value, **limits) is value
-
-
-@pytest.mark.parametrize(
     ("value", "limits", "allowed"),
     [
         (-1, {"min": 0}, "a finite number of at least 0"),
@@ -57,15 +41,6 @@ def test_the_error_says_what_is_allowed(value, limits, allowed):
         FederationError, match=f"^{re.escape(f'x must be {allowed}, got {value}')}$"
     ):
         check_number("x", value, **limits)
-
-
-@pytest.mark.parametrize(
-    "value", [math.nan, np.float64("nan"), True, np.bool_(True), "1", [1], torch.ones(()), 1j]
-)
-def test_what_is_not_a_number_is_refused(value):
-    for check in (check_number, check_integer):
-        with pytest.raises(FederationError, match=re.escape(f"got {value!r}: use 1")):
-            check("x", value, optional=True, hint="use 1")
 
 
 @pytest.mark.parametrize("value", [1.0, 0, 5, np.float32(2), None])
@@ -125,6 +100,15 @@ WRONG = {("int", "float"): (math.nan, True, "1"), ("bool",): ("false", 1)}
 BEYOND = {
     "AFL": {"gamma": [-1.0], "initial": ["size"], "mode": ["both"]},
     "APFL": {"alpha": [1.5]},
+    "Backdoor": {"poison_fraction": [0.0]},
+    "ClientAttack": {"kind": ["label"]},
+    "ClientFaults": {"bandwidth": [0.0], "speed_sigma": [1e3]},
+    "FederatedLoop": {
+        "clients_per_round": [0], "client_fraction": [1.5], "min_clients": [0], "buffers": ["mean"],
+        "optimizer_state": ["drop"],
+    },
+    "LabelFlip": {"clients": [1, "abc"]},
+    "RunReport": {"client_samples": [-1, 0.5]},
     "AdaptiveMu": {"mu": [-0.1], "step": [0.0], "patience": [0], "loss": ["train"]},
     "Adaptive": {"rule": ["sgd"], "lr": [0.0], "tau": [-1.0]},
     "AsynchronousSampler": {"concurrency": [0]},

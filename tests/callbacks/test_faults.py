@@ -190,14 +190,6 @@ def test_stragglers_are_slow_as_often_as_said(simulate):
     assert sum(value > 2 for value in each) / 2000 == pytest.approx(0.25, abs=0.04)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ClientFaults(dropout=0.6, nan=0.6), r"\[0, 1\], got 1.2: a client has one fault"),
-        (lambda: ClientFaults(bandwidth=0.0), r"bandwidth must be a number in \(0, inf\], got 0.0"),
-        (lambda: ClientFaults(speed_sigma=1e3), r"speed_sigma must be a number in \[0, 50\]"),
-    ],
-)
-def test_wrong_option_raises(make, message):
-    with pytest.raises(FederationError, match=message):
-        make()
+def test_a_client_has_one_fault_at_most():
+    with pytest.raises(FederationError, match=r"\[0, 1\], got 1.2: a client has one fault"):
+        ClientFaults(dropout=0.6, nan=0.6)

@@ -123,34 +123,6 @@ def test_a_term_is_added_to_every_gradient(fit, data, group_size):
         )
 
 
-class Inner(torch.optim.Optimizer):
-    """A wrapper whose steps call no hooks, as some packages have them."""
-
-    def __init__(self, params, lr):
-        vars(self).update(vars(torch.optim.SGD(params, lr=lr)))
-
-    def step(self, closure=None):
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data.add_(param.grad, alpha=-group["lr"])
-        return loss
-
-    step.hooked = False
-
-
-def test_a_term_reaches_optimizers_that_call_no_hooks(fit, data):
-    def make():
-        return module(lambda p: Inner(p, 0.1))
-
-    policy = Schedule(num_steps=2)
-    one = run(fit, data, Noting(0.5), rounds=1, policy=policy)[0]
-    other = run(fit, data, Noting(0.5), rounds=1, policy=policy, make=make)[0]
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
-
-
 def test_a_term_is_gone_in_the_next_round(fit, data):
     """Clients of a later stage train without the part of an earlier one."""
 

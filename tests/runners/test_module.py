@@ -41,33 +41,6 @@ def test_most_steps_do_not_change_results(agree, tiny, ragged, most_steps, batch
     agree(lambda: tiny(optimizer=momentum), (3,), most_steps, data)
 
 
-@pytest.mark.parametrize(("count", "lr"), [(4, True), (3, False), (1, True)])
-def test_cohort_size_does_not_change_results(agree, train, tiny, count, lr):
-    policy = train.policy(lr=lr)
-    agree(
-        lambda: tiny(optimizer=adam),
-        ("auto", 2),
-        federation={"clients_per_round": count, "policy": policy},
-    )
-
-
-@pytest.mark.parametrize("lr", [False, True])
-def test_a_client_keeps_its_momentum(agree, train, tiny, lr):
-    federation = {
-        "clients_per_round": 4,
-        "optimizer_state": "keep",
-        "policy": train.policy(lr=lr),
-    }
-    agree(lambda: tiny(optimizer=momentum), (1, 3, 7), 2, rounds=3, federation=federation)
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping_is_per_client(agree, tiny, algorithm):
-    limit = {"norm": 0.3, "value": 0.02}[algorithm]
-    clipping = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
-    agree(tiny, most_steps=2, **clipping)
-
-
 # --- modules of all kinds -------------------------------------------------------------------------
 
 
@@ -75,17 +48,6 @@ class Norm(nn.Sequential):
     def __init__(self):
         # In place, as many do: a stack must not be written to while its gradient needs it.
         super().__init__(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(inplace=True), nn.Linear(5, 3))
-
-
-@pytest.mark.parametrize("buffers", ["average", "server", "local"])
-def test_buffers_of_batchnorm_are_the_clients_own(agree, tiny, ragged, buffers):
-    agree(
-        lambda: tiny(net=Norm),
-        (1, 3),
-        most_steps=2,
-        datamodule=lambda: ragged(drop_last=True),
-        federation={"buffers": buffers, "clients_per_round": 5},
-    )
 
 
 @pytest.mark.filterwarnings("ignore:Found 2 module.* in eval mode")

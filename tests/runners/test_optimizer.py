@@ -85,6 +85,13 @@ def test_a_client_starts_with_a_fresh_optimizer(name, interval, update, tiny):
     assert torch.equal(*found)
 
 
+def test_a_client_draws_the_same_batches_and_dropout_whoever_trains_before(update, tiny):
+    def dropping():
+        return nn.Sequential(nn.Linear(6, 5), nn.Dropout(), nn.Linear(5, 3))
+
+    assert torch.equal(*(update(tiny(net=dropping), *others) for others in ((2, 3), ())))
+
+
 class Halves:
     """Changes options of the optimizer in a hook."""
 
