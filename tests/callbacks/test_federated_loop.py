@@ -6,7 +6,6 @@ import re
 import warnings
 from contextlib import nullcontext
 from itertools import count
-from types import MethodType
 
 import lightning as L
 import pytest
@@ -765,15 +764,6 @@ def test_early_stopping_ends_and_the_best_checkpoint_is_what_was_validated(fit, 
     assert best.best_model_score == pytest.approx(min(losses))
     saved = torch.load(best.best_model_path, weights_only=True)["state_dict"]
     assert same(saved, validated[losses.index(min(losses))])
-
-
-def test_hooks_of_the_module_are_called_once_a_client(fit, foreign):
-    module = foreign()
-    module.calls, names = [], ("on_client_start", "on_client_end")
-    for name in names:  # methods, since the check of the first round calls those of its copies
-        setattr(module, name, MethodType(lambda self, name=name: self.calls.append(name), module))
-    fit(module, rounds=1)
-    assert module.calls == [*names] * 4
 
 
 # --- what is refused at the start -----------------------------------------------------------------

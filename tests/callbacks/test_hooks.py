@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
     LambdaLR,
     OneCycleLR,
     ReduceLROnPlateau,
@@ -35,6 +34,7 @@ from lightning_fl.runners import Phase, VectorizedClients
 from lightning_fl.samplers import PoissonSampler
 from lightning_fl.transforms import Quantize, TopK
 from lightning_fl.types import FederationError
+from linear import Linear
 from recorded import CALLBACK_HOOKS, MODULE_HOOKS, recorded, steps_by_lightning
 
 
@@ -165,10 +165,6 @@ def linear_decay(optimizer, total):
 
 def one_cycle(optimizer, total):
     return {"scheduler": OneCycleLR(optimizer, 0.05, total_steps=total)}
-
-
-def cosine(optimizer, total):
-    return {"scheduler": CosineAnnealingLR(optimizer, total)}
 
 
 def warm_up(optimizer, total):
@@ -405,7 +401,7 @@ def test_a_learned_amount_of_work_without_a_bound_is_refused(fit, decaying, data
         fit(decaying(), FederatedLoop(policy=Learning()), data(regression(), val=regression(9)))
 
 
-SCHEDULERS = [linear_decay, one_cycle, cosine, warm_up, plateau, every_round]
+SCHEDULERS = [linear_decay, one_cycle, warm_up, plateau, every_round]
 
 
 def expected(scheduler, federated):
@@ -630,11 +626,11 @@ def test_an_exception_before_the_first_batch_is_the_one_that_is_seen(fit, linear
 # --- what is exchanged ----------------------------------------------------------------------------
 
 
-class Tuned(L.LightningModule):
+class Tuned(Linear):
     """A small head on a frozen backbone of 6 x 50 numbers, which may be no parameters at all."""
 
     def __init__(self, hidden=False, thaw=False, drifts=False):
-        super().__init__()
+        super().__init__(nn.Identity())
         self.backbone = nn.Linear(6, 50, bias=False).double()
         self.head = nn.Linear(50, 3).double()
         self.thaw, self.drifts = thaw, drifts
@@ -654,13 +650,7 @@ class Tuned(L.LightningModule):
     def training_step(self, batch, batch_idx):
         if self.drifts:
             self.backbone.weight.data.mul_(0.99)
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 
 HEAD, BACKBONE = 8 * 153, 8 * 300

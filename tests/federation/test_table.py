@@ -7,6 +7,15 @@ import torch
 from lightning_fl.federation.table import RoundTable
 
 
+def test_a_row_takes_late_figures_until_it_is_closed():
+    table = RoundTable()
+    table.add({"round": 1})
+    table.complete({"a": 1})
+    table.complete({"a": 2, "b": 3}, close=True)
+    table.complete({"a": 9, "c": 9})
+    assert table.rows == [{"round": 1, "a": 2.0, "b": 3.0}]
+
+
 def test_the_file_has_a_column_for_everything_that_any_round_had(tmp_path):
     table = RoundTable()
     table.rows = [

@@ -148,14 +148,6 @@ def test_constants_are_shared_even_if_a_pattern_matches_them():
     assert local == ["two.bias"]
 
 
-def test_tied_tensors_have_one_name():
-    module = L.LightningModule()
-    module.one, module.two = nn.Linear(2, 2), nn.Linear(2, 2)
-    module.two.weight = module.one.weight
-    module.federated_local_parameters = ["two.weight", "one.weight", "two.bias"]
-    assert local_tensors(module) == ["one.weight", "two.bias"]
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -3,7 +3,6 @@
 import copy
 import functools
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -85,12 +84,6 @@ class Twice(nn.Module):
         return self.all(x)
 
 
-class Frozen(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        self[0].requires_grad_(False)
-
-
 class Counting(nn.Module):
     """Its buffers are set anew, not written to: a mean, a count and a flag."""
 
@@ -118,15 +111,7 @@ class Parametrized(nn.Sequential):
         super().__init__(linear)
 
 
-class Convolution(nn.Sequential):
-    def __init__(self):
-        super().__init__(
-            nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.GroupNorm(2, 2), nn.Flatten(),
-            nn.Linear(8, 3),
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("net", [Tied, Twice, Frozen, Counting, Convolution, Parametrized])
+@pytest.mark.parametrize("net", [Tied, Twice, Counting, Parametrized])
 def test_vectorized_nets_agree(agree, tiny, net):
     agree(lambda: tiny(net=net, optimizer=momentum))
 
@@ -282,13 +267,6 @@ class Scale(Term):
         return self.scale.square() + 0.1 * (own.params["net.0.bias"] * self.scale).sum()
 
 
-class Confidence(Term):
-    """A term of the outputs, a mean over the batch."""
-
-    def forward(self, own, fixed, batch):
-        return own.outputs.square().mean()
-
-
 class Centered(nn.Module):
     """Takes the mean over the samples of a batch, and is no BatchNorm."""
 
@@ -312,11 +290,8 @@ class OwnStep(ClientModule):
 
 #: Modules of the library; batches of those that mix samples must not be filled up.
 CLIENT_MODULES = {
-    "no term": {"optimizer": sgd},
     "terms": {"terms": (prox, Scale), "optimizer": adam},
-    "term of the outputs": {"terms": (Confidence,)},
     "own step": {"kind": OwnStep},
-    "batch norm": {"net": Norm, "terms": (prox,)},
     "instance norm": {"net": instance_norm},
     "centered": {"net": lambda: nn.Sequential(nn.Linear(6, 5), Centered(), nn.Linear(5, 3))},
 }
@@ -324,7 +299,7 @@ CLIENT_MODULES = {
 
 @pytest.mark.parametrize("options", CLIENT_MODULES.values(), ids=CLIENT_MODULES)
 def test_client_modules_agree(agree, client, ragged, options):
-    data = functools.partial(ragged, drop_last=options.get("net") is Norm, batch_size=25)
+    data = functools.partial(ragged, batch_size=25)
     agree(lambda: client(**options), (1, 3, 7), 2, datamodule=data)
 
 
@@ -464,22 +439,15 @@ def test_a_checkpoint_resumes_with_another_group_size(train, tiny, flat, tmp_pat
     assert [row["round"] for row in loop.rows] == [row["round"] for row in expected]
 
 
-class Saved(L.LightningModule):
+class Saved(Linear):
     """It keeps its hyperparameters."""
 
     def __init__(self, width=4, lr=0.1):
-        super().__init__()
+        net = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3))
+        super().__init__(net, functools.partial(torch.optim.SGD, lr=lr))
         self.save_hyperparameters()
-        self.net = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3))
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
-@pytest.mark.filterwarnings("ignore:You passed.*val_dataloader|.*validation_step")
 def test_a_checkpoint_is_the_modules(train, tmp_path):
     module = Saved(width=2).double()
     group_size = VectorizedClients(module)

@@ -14,7 +14,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.policies import Schedule
 from lightning_fl.runners import self_check
 from troubles import CARRIED, HARMLESS, Helper, in_a_closure
 
@@ -93,45 +93,6 @@ def test_state_that_is_set_for_each_client_does_not_warn(train, stateful):
     train(stateful(lambda m: 1 / m.steps), callbacks=[Name()])
 
 
-#: Factors that depend on the count of optimizer steps.
-OF_STEPS = (
-    lambda m: 1 / (1 + m.global_step),
-    lambda m: 1 + (m.trainer.global_step > 3),
-)
-
-
-@pytest.mark.parametrize("group_size", [None, 1, 3])
-@pytest.mark.parametrize("factor", OF_STEPS)
-@pytest.mark.filterwarnings("ignore:Stateful trains one client after another")
-def test_global_step_is_the_clients_own(train, flat, stateful, factor, group_size):
-    def run(factor, group_size=None):
-        module = stateful(factor)
-        train(module, group_size, rounds=3, federation={"policy": Uneven()})
-        return flat(module)
-
-    class Counts:
-        """The same count, written as a client would: rounds go on from the longest client."""
-
-        done = 0
-
-        def __init__(self, module):
-            self.global_step = self.done + module.batch_idx
-            self.trainer = self
-
-    def expected(module):
-        Counts.done = sum(4 + round for round in range(module.current_epoch))
-        return factor(Counts(module))
-
-    torch.testing.assert_close(run(factor, group_size), run(expected), atol=1e-12, rtol=0)
-
-
-class Uneven(HyperparameterPolicy):
-    """At most 4 + round steps."""
-
-    def sample(self, round, clients):
-        return {"num_steps": 4 + round - clients % 3}
-
-
 BEFORE_STEP = (
     *("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_zero_grad"),
     *("optimizer_zero_grad", "on_before_optimizer_step", "configure_gradient_clipping"),
@@ -160,7 +121,7 @@ def test_hooks_see_the_clients_own_global_step(train, tiny):
 
 
 def test_global_step_of_one_client_is_lightnings(fit, flat, stateful, data, trainer):
-    alone, plain = stateful(OF_STEPS[0]), stateful(OF_STEPS[0])
+    alone, plain = (stateful(lambda m: 1 / (1 + m.global_step)) for _ in range(2))
     samples = data(num_clients=1)
     fit(alone, FederatedLoop(buffers="average", seed=samples.seed), samples, rounds=3)
     trainer(False, rounds=3).fit(plain, datamodule=data(num_clients=1))
