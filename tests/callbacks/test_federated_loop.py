@@ -987,15 +987,6 @@ def test_a_step_may_return_what_its_clients_report(fit, linear, group_size, task
     assert (heard == [5.0] * 4) == (task_loss(torch.ones(())) is not None)
 
 
-def test_a_value_that_nobody_uses_is_named(fit, foreign):
-    class Odd(Schedule):
-        def sample(self, round, clients):
-            return {"learning_rate": 0.1}
-
-    with pytest.warns(UserWarning, match="Odd sets learning_rate, which the loop has no use for"):
-        fit(foreign(), FederatedLoop(policy=Odd(), buffers="average"), rounds=1)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::DeprecationWarning")
 def test_a_module_with_a_scripted_network_trains(fit, linear):
     plain, scripted = linear(features=6), linear(features=6)

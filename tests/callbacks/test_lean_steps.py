@@ -95,6 +95,23 @@ class Moved(Net):
         return 2 * batch[0], batch[1]
 
 
+class Optimized(Net):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=0.1)
+
+
+class Graded(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure()
+        super().step()
+        return loss
+
+
 def federation(fit, module, lean, *callbacks, policy=None, phases=(), **options):
     """Return all that a fit leaves: parameters, progress, logged values, the table, callbacks."""
     torch.manual_seed(0)
@@ -142,11 +159,15 @@ class Sees(L.Callback):
         (lambda: Net("dict", "log"), {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}),
         (lambda: Net("skip"), {}),
         (lambda: Net("lbfgs", "log"), {}),
+        (lambda: Optimized(Graded), {"gradient_clip_val": 0.1}),
         (lambda: Plain("scheduler"), {"enable_progress_bar": True}),
         (lambda: Moved("log"), {}),
         (lambda: Net("log"), {"phases": [Phase(["net.0.*"], num_steps=2), Phase(["net.2.*"])]}),
     ],
-    ids=["plain", "scheduler", "dict", "skip", "lbfgs", "without batch_idx", "transfer", "phases"],
+    ids=[
+        *("plain", "scheduler", "dict", "skip", "lbfgs", "without gradients", "without batch_idx"),
+        *("transfer", "phases"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:You have overridden .on_after_batch_transfer")
 @pytest.mark.filterwarnings("ignore:.*training_step.* returned .None.")
@@ -211,15 +232,6 @@ def test_a_hook_that_logs_is_known_by_its_name(fit):
     assert any("of_a_callback" in row and "of_a_module" in row for _, row in rows)
 
 
-class Optimized(Net):
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-
-    def configure_optimizers(self):
-        return self.kind(self.parameters(), lr=0.1)
-
-
 class Lazy(torch.optim.SGD):
     def step(self, closure=None):
         return super().step()
@@ -229,30 +241,6 @@ class Lazy(torch.optim.SGD):
 def test_an_optimizer_that_does_not_call_the_closure_is_refused_as_by_lightning(fit, lean):
     with pytest.raises(MisconfigurationException, match="closure hasn't been"):
         federation(fit, lambda: Optimized(Lazy), lean)
-
-
-class Graded(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = closure()
-        super().step()
-        return loss
-
-
-def test_an_optimizer_without_gradients_and_hooks_that_see_it(fit):
-    class Modes(Sees):
-        def on_after_backward(self, trainer, module):
-            self.seen.append(torch.is_grad_enabled())
-
-        def on_before_optimizer_step(self, trainer, module, optimizer):
-            self.seen.append(torch.is_grad_enabled())
-
-        def on_train_batch_end(self, trainer, module, outputs, *args):
-            loss = outputs["loss"]
-            self.seen.append((list(outputs), loss.item(), loss.requires_grad))
-
-    *_, (seen,) = both(fit, lambda: Optimized(Graded), Modes)
-    assert {True, False} <= {each for each in seen if isinstance(each, bool)}
 
 
 class Overwritten(Net):

@@ -221,19 +221,6 @@ def test_the_loss_of_each_client_is_that_of_the_model_which_it_received(run, tmp
     assert {row["score"] for row in table} == {""}
 
 
-@pytest.mark.filterwarnings("ignore:.*dropped")
-def test_losses_and_rules_are_the_same_for_vectorized_clients(fit, data, tmp_path):
-    module = ClientModule(nn.Linear(6, 3)).double()
-    nn.init.zeros_(module.net.weight)
-    user = VectorizedClients(module, 2, compile=False)
-    loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=2), seed=1)
-    fit(user, loop, data(), rounds=2, callbacks=[RunReport(), Poison()])
-    first, *_ = (float(row["loss"]) for row in history(tmp_path))
-    assert 0.5 < first < 2
-    assert all(row["loss"] for row in history(tmp_path))  # also of the client that is dropped
-    assert [row["outcome"] for row in history(tmp_path)][2::4] == ["non_finite"] * 2
-
-
 def test_scores_of_clients_are_in_the_rounds_that_evaluate_them(fit, data, tmp_path):
     evaluation = PersonalizedEvaluation(every_n_rounds=2)
     loop = FederatedLoop(clients_per_round=2, seed=0)
