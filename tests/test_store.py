@@ -18,6 +18,16 @@ def store(request, tmp_path):
     return store
 
 
+def test_a_round_that_is_cut_short_leaves_nothing(store):
+    store.put(3, {"momentum": torch.full((2,), 5.0)})
+    store.put(4, {"momentum": torch.full((2,), 6.0)})
+    assert store.get(3)["momentum"].tolist() == [1, 1]
+    store.discard()
+    store.commit()
+    assert store.get(3)["momentum"].tolist() == [1, 1]
+    assert store.get(4) == {}
+
+
 def test_a_store_is_saved_and_loaded_without_a_round_that_has_not_ended(store, tmp_path):
     store.put(3, {"momentum": torch.full((2,), 5.0)})
     torch.save(store.state_dict(), tmp_path / "store.pt")

@@ -21,6 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from by_hand import Batches
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAdam, FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
@@ -85,28 +86,21 @@ def test_full_batch_steps_are_fedavg_by_hand(fit, linear, fraction, partition):
 def test_local_sgd_with_momentum_over_several_steps_is_fedavg_by_hand(fit, linear, data):
     module = linear(lr=0.3)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
-    start = copy.deepcopy(module)
-    federated, batches = full_batches(3, 40, 4), {}
-    look = LambdaCallback(
-        on_train_batch_start=lambda trainer, module, batch, i: batches.update(
-            {(trainer.current_epoch, i): batch}
-        )
-    )
+    start, federated, seen = copy.deepcopy(module), full_batches(3, 40, 4), Batches()
     loop = FederatedLoop(policy=PerClient(), seed=1)
-    fit(module, loop, federated, rounds=3, callbacks=[look])
+    fit(module, loop, federated, rounds=3, callbacks=[seen])
     server = start.net.weight.detach().clone()
-    for t in range(3):
-        total, i = torch.zeros_like(server), 0
-        for client in range(3):
+    for t, of_round in enumerate(seen.rounds):
+        total = torch.zeros_like(server)
+        for client, batches in of_round.items():
             local = copy.deepcopy(start)
             local.net.weight.data.copy_(server)
             optimizer = torch.optim.SGD(local.parameters(), lr=0.01 * (1 + client), momentum=0.9)
-            for _ in range(1 + client % 3 + t % 2):
-                x, y = batches[t, i]
+            assert len(batches) == 1 + client % 3 + t % 2
+            for x, y in batches:
                 optimizer.zero_grad()
                 (local.net(x)[:, 0] - y).square().mean().backward()
                 optimizer.step()
-                i += 1
             total += federated.num_samples[client] * local.net.weight.detach()
         server = total / federated.num_samples.sum()
     torch.testing.assert_close(module.net.weight.detach(), server, atol=1e-12, rtol=0)

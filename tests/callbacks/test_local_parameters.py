@@ -83,31 +83,6 @@ def test_without_patterns_it_is_fedavg(run, flat, wrap):
     assert of_one.rows[0]["bytes_up"] - of_other.rows[0]["bytes_up"] == 7 * 17 * 8
 
 
-@wraps
-def test_with_all_but_one_local_clients_train_by_themselves(run, wrap):
-    module, loop, data = run(["net.*"], wrap, policy=Schedule(lr=0.1, num_steps=3))
-    shared, alone = torch.ones((), dtype=torch.float64), {}
-    parts = samples_of(data)
-    for _ in range(2):
-        ends = []
-        for client, (x, y) in enumerate(parts):
-            own = alone.setdefault(client, Net())
-            own.scale.data.copy_(shared)
-            optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-            for _ in range(3):
-                optimizer.zero_grad()
-                own.training_step((x, y), 0).backward()
-                optimizer.step()
-            ends.append(own.scale.detach() * len(y))
-        shared = sum(ends) / sum(len(y) for _, y in parts)
-    torch.testing.assert_close(module.scale.detach(), shared, atol=1e-12, rtol=0)
-    for client, own in alone.items():
-        for name, value in own.net.state_dict().items():
-            rows = loop.store.get(client)
-            row = rows.get(f"parameter.net.{name}", rows.get(f"buffer.net.{name}"))
-            torch.testing.assert_close(row, value, atol=1e-12, rtol=0)
-
-
 def test_patterns_add_to_what_the_module_names(run, fit, ragged):
     module = Net()
     module.federated_local_parameters = ["scale"]

@@ -6,9 +6,9 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
 from torch import nn
 
+from by_hand import Batches
 from lightning_fl.aggregators import FedNova, Scaffold
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.phases import phase_ends
@@ -67,23 +67,10 @@ def close(one, other):
             torch.testing.assert_close(found, row, atol=1e-12, rtol=0, msg=f"{client} {name}")
 
 
-class Recorded(Callback):
-    """Notes the batches of each client and round."""
-
-    def __init__(self):
-        self.batches = {}
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        plan = trainer.callbacks[0].plan()
-        step = plan.schedule[batch_idx]
-        client = int(plan.clients[step.rows[0]])
-        self.batches.setdefault((plan.round, client), []).append(batch)
-
-
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_fedrep_by_hand(run, clip):
     """The head first with the body frozen, then the body with the head frozen."""
-    seen = Recorded()
+    seen = Batches()
     module, loop, data = run(FEDREP, callbacks=[seen], gradient_clip_val=clip)
     server, heads = Net(), {}
     for round in range(2):
@@ -91,7 +78,7 @@ def test_fedrep_by_hand(run, clip):
         for client in range(5):
             own = copy.deepcopy(server.net)
             own[2].load_state_dict(heads.get(client, Net().net[2].state_dict()))
-            batches, first = seen.batches[round, client], 2 * int(data.batches_per_epoch[client])
+            batches, first = seen.rounds[round][client], 2 * int(data.batches_per_epoch[client])
             assert len(batches) == 2 * first
             for part, work in ((own[2], batches[:first]), (own[0], batches[first:])):
                 optimizer = SGD(part.parameters())
