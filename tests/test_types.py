@@ -113,6 +113,19 @@ def test_vectorized_every_local_step_of_every_client_comes_once(
     assert schedule == expected
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_with_fixed_groups_the_same_clients_train_at_once_on_any_number_of_processes(world_size):
+    def groups(world_size, fixed_groups=True):
+        options = {"group_size": 3, "world_size": world_size, "fixed_groups": fixed_groups}
+        given = plan(range(11), [1 + row % 4 for row in range(11)], **options)
+        shares = [replace(given, rank=rank).schedule for rank in range(world_size)]
+        return {step.rows for schedule in shares for step in schedule if step.rows}
+
+    assert len(groups(1)) == 4
+    assert groups(world_size) == groups(1)
+    assert groups(world_size, fixed_groups=False) != groups(1)
+
+
 def test_a_changed_plan_has_a_schedule_of_its_own():
     first = plan()
     assert len(first.schedule) == 3

@@ -18,7 +18,6 @@ from lightning_fl.cli import main
 from lightning_fl.models.weights import load_weights
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient, Schedule
-from lightning_fl.runners import VectorizedClients
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 
@@ -333,24 +332,6 @@ def test_file_of_another_federation_is_refused_by_name(federation, linear, tmp_p
     for options, words in others:
         with pytest.raises(FederationError, match=f"{path} cannot be .*{words}"):
             federation(2, path, **options)
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda module: module, lambda module: VectorizedClients(module, group_size=2)]
-)
-def test_optimizer_of_the_same_kind_goes_on(federation, foreign, tmp_path, wrap):
-    def make(**options):
-        module = foreign(**options)
-        sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        steps = torch.optim.lr_scheduler.MultiStepLR(sgd, [3, 9])
-        module.register_buffer("late", torch.ones(2), persistent=False)
-        module.configure_optimizers = lambda: ([sgd], [steps])
-        return wrap(module)
-
-    for rounds, path in ((1, None), (2, tmp_path / "run" / "last.ckpt")):
-        loop = FederatedLoop(optimizer_state="keep", buffers="local")
-        federation(rounds, path, loop=loop, make=make)
-    assert loop.round == 2
 
 
 # --- states of rules ------------------------------------------------------------------------------
