@@ -252,6 +252,21 @@ def test_one_process_is_a_federation_as_without_it(parallel, data):
     assert "_broadcast_sigterm_tensor" not in vars(fit.fit_loop.epoch_loop)
 
 
+def test_ranks_are_not_asked_before_every_batch(parallel, data, monkeypatch):
+    asked = []
+    kind = type(parallel().fit_loop.epoch_loop)
+    monkeypatch.setattr(
+        kind, "_broadcast_sigterm_tensor", lambda loop: asked.append(loop.batch_idx)
+    )
+
+    class Ask(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+
+    parallel(Ask()).fit(client_module(), datamodule=data(num_clients=3))
+    assert asked == [0, 50, 100] * 2
+
+
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_the_loss_of_an_idle_step_is_real(is_hidden):
     """Also in a phase of frozen parameters, which hides all others from the optimizer.
