@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
 class Linear(L.LightningModule):
     """It has six features and three classes, trains with SGD, and logs nothing.
 
@@ -16,7 +19,7 @@ class Linear(L.LightningModule):
         optimizer: Function of the parameters that are trained.
     """
 
-    def __init__(self, net=None, optimizer=partial(torch.optim.SGD, lr=0.1)):
+    def __init__(self, net=None, optimizer=SGD):
         super().__init__()
         self.net, self.optimizer = nn.Linear(6, 3) if net is None else net, optimizer
 
