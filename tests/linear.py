@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
