@@ -44,6 +44,7 @@ from lightning_fl.objectives import (
 )
 from lightning_fl.optimizers import PFedMe
 from lightning_fl.policies import HyperparameterPolicy
+from tutorial import trainer
 
 ON_A_GPU = torch.cuda.is_available()
 NAME = "cuda" if ON_A_GPU else pretend.NAME
@@ -62,8 +63,6 @@ def root(tmp_path_factory):
 
 
 # --- how federations are trained ------------------------------------------------------------------
-
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 
 def fit(
@@ -103,13 +102,10 @@ def fit(
     elif place == pretend.NAME:
         strategy = SingleDeviceStrategy(device=torch.device(place, 0))
         where = {"accelerator": pretend.PretendAccelerator(), "strategy": strategy}
-    trainer = L.Trainer(
-        max_epochs=rounds,
-        callbacks=[*run.callbacks, *watchers, Places(), run.loop],
-        default_root_dir=folder / place,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **QUIET | {"precision": "64-true"} | {**run.trainer} | where,
+    made = trainer(
+        *(folder / place, *run.callbacks, *watchers, Places(), run.loop),
+        rounds=rounds,
+        **{"num_sanity_val_steps": 0, "precision": "64-true"} | {**run.trainer} | where,
     )
     if wrap is None and group_size is not None:
         wrap = partial(VectorizedClients, **{"compile": False} | group_size)
@@ -123,9 +119,9 @@ def fit(
         )
         if ON_A_GPU:  # that warns of waits
             warnings.filterwarnings("always", "called a synchronizing CUDA operation")
-        made = user if wrap is None else wrap(user)
-        trainer.fit(made, datamodule=run.data, ckpt_path=ckpt_path)
-    return trainer, user, run.loop
+        wrapped = user if wrap is None else wrap(user)
+        made.fit(wrapped, datamodule=run.data, ckpt_path=ckpt_path)
+    return made, user, run.loop
 
 
 def outcome(user, loop):

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, _utils
 from torchmetrics.classification import MulticlassAccuracy
 
+import tutorial
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
@@ -172,18 +173,10 @@ def trainer(tmp_path):
         loop = FederatedLoop(buffers="average") if loop is None else loop
         if loop is False:  # on purpose
             warnings.filterwarnings("ignore", "The Trainer has no FederatedLoop")
-        options = {
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": str(tmp_path),
-            "num_sanity_val_steps": 0,
-            **options,
-        }
+        folder = options.pop("default_root_dir", str(tmp_path))
         loops = [] if loop is False else [loop]
-        return L.Trainer(max_epochs=rounds, callbacks=[*callbacks, *loops], **options)
+        options = {"num_sanity_val_steps": 0} | options
+        return tutorial.trainer(folder, *callbacks, *loops, rounds=rounds, **options)
 
     return make
 

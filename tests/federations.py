@@ -134,7 +134,7 @@ class Plateau(Foreign):
 
 
 class Scheduled(Foreign):
-    """A rate that ends at zero with the run, and hooks that write to the parameters."""
+    """A rate that ends at zero with the run, a warm-up, and hooks that write to the parameters."""
 
     def __init__(self):
         super().__init__(dropout=0.0, metric=False, optimizer=MOMENTUM)
@@ -144,7 +144,7 @@ class Scheduled(Foreign):
             param.data.mul_(0.9)
 
     def training_step(self, batch, batch_idx):
-        return (1 + batch_idx) * super().training_step(batch, batch_idx)
+        return (1 + batch_idx + self.global_step) * super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         for param in self.parameters():
@@ -177,9 +177,12 @@ class Adversaries(L.LightningModule):
             of_critic.step()
         if self.global_step % 3 != 2:
             with self.toggled_optimizer(of_generator):
-                of_generator.zero_grad()
-                self.manual_backward(F.softplus(-self.critic(self.generator(noise))).mean())
-                of_generator.step()
+
+                def closure():
+                    of_generator.zero_grad()
+                    self.manual_backward(F.softplus(-self.critic(self.generator(noise))).mean())
+
+                of_generator.step(closure=closure)
         self.lr_schedulers().step()
         self.log("critic", loss, on_step=False, on_epoch=True)
         return loss

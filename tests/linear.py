@@ -1,9 +1,13 @@
 """A linear classifier, for tests of modules that do something more."""
 
+from functools import partial
+
 import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Linear(L.LightningModule):
@@ -11,17 +15,21 @@ class Linear(L.LightningModule):
 
     Args:
         net: Another network.
+        optimizer: Function of the parameters that are trained.
     """
 
-    def __init__(self, net=None):
+    def __init__(self, net=None, optimizer=SGD):
         super().__init__()
-        self.net = nn.Linear(6, 3) if net is None else net
+        self.net, self.optimizer = nn.Linear(6, 3) if net is None else net, optimizer
+
+    def forward(self, x):
+        return self.net(x)
 
     def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
+        return F.cross_entropy(self(batch[0]), batch[1])
 
     def validation_step(self, batch, batch_idx):
         """Log nothing."""
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.optimizer(self.parameters())

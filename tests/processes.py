@@ -1,14 +1,11 @@
 """Federations that run on any number of processes, and what tests compare.
 
-``forks.py`` runs these functions in each of the processes. As a script that torchrun starts:
-
-python tests/processes.py DEVICES OUT CASE ...
+``forks.py`` runs these functions in each of the processes.
 """
 
 import logging
 import os
 import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -36,6 +33,7 @@ from lightning_fl.partition import IID
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
 from lightning_fl.samplers import ClientSampler
+from tutorial import trainer
 
 
 class Measured(Foreign):
@@ -210,25 +208,21 @@ def fit(
     L.seed_everything(1, verbose=False)
     run = (SHARED if strategy == "ddp" else CASES)[case]()
     watch = Watch()
-    options = {"accelerator": "cpu", "precision": precision} | run.trainer
-    trainer = L.Trainer(
+    options = {"precision": precision, "num_sanity_val_steps": 0} | run.trainer
+    keep = RoundCheckpoint(str(folder))
+    made = trainer(
+        *(folder, run.loop, watch, keep, *run.callbacks, *callbacks),
+        rounds=rounds or (3 if case in LONG else 2),
         devices=devices,
         strategy=strategy or "client_parallel",
-        max_epochs=rounds or (3 if case in LONG else 2),
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[run.loop, watch, RoundCheckpoint(str(folder)), *run.callbacks, *callbacks],
-        num_sanity_val_steps=0,
-        **options,
+        **{"enable_checkpointing": True} | options,
     )
-    trainer.fit(run.module, datamodule=run.data, ckpt_path=ckpt_path)
+    made.fit(run.module, datamodule=run.data, ckpt_path=ckpt_path)
     # Before a test, for which DDP sends what process 0 has to all.
     is_wrapped = isinstance(run.module, VectorizedClients)
     user = run.module.module if is_wrapped else run.module
     state = {name: t.clone() for name, t in user.state_dict().items()}
-    tested = trainer.test(run.module, datamodule=run.data, verbose=False) if not callbacks else []
+    tested = made.test(run.module, datamodule=run.data, verbose=False) if not callbacks else []
     return {
         "state": state,
         "rows": run.loop.rows,
@@ -318,7 +312,3 @@ def count_in_validation(devices, out):
     CASES["counts"] = lambda: row(counts)
     fit("counts", devices, out)
     save(counts.found, out, devices)
-
-
-if __name__ == "__main__":
-    train(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

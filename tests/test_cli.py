@@ -500,18 +500,6 @@ def test_a_config_that_cannot_be_read_is_named(cli, tmp_path, command, content, 
     assert "Traceback" not in out
 
 
-def test_a_checkpoint_of_another_model_or_federation_is_an_error(cli, fitted):
-    last = ("--ckpt_path=last", "--trainer.max_epochs=3")
-    out = cli(*FIT, *last, "--model.init_args.net.init_args.sizes=[64,50,10]", expect=2)
-    assert "the model does not match the checkpoint" in out
-    assert "size mismatch for net.1.weight" in out
-    assert "its seed is 1, here it is 7" in cli(*FIT, *last, "--seed_everything=7", expect=2)
-    assert "its split of the data over clients" in cli(
-        *FIT, *last, "--data.init_args.partition=IID", expect=2
-    )
-    assert len(rounds(fitted)) == 2
-
-
 # --- in processes of their own --------------------------------------------------------------------
 
 
@@ -595,18 +583,12 @@ def test_task_split_and_method_merge(cli, names, partition, terms, policy):
     assert config["federation"]["client_fraction"] == 0.5
 
 
-@pytest.mark.parametrize("error", [FederationError("no such batch"), KeyError("no such batch")])
-def test_an_error_in_a_local_step_names_round_and_client(cli, monkeypatch, error):
+def test_an_error_in_a_local_step_names_round_and_client(cli, monkeypatch):
     def fails(*args):
-        raise error
+        raise FederationError("no such batch")
 
     monkeypatch.setattr(ClientModule, "training_step", fails)
-    if isinstance(error, FederationError):
-        assert "error: no such batch\nIn round 1, client 0, local step 1\n" in cli(*FIT, expect=2)
-        return
-    with pytest.raises(KeyError) as caught:  # Python prints notes below the traceback
-        cli(*FIT)
-    assert caught.value.__notes__ == ["In round 1, client 0, local step 1"]
+    assert "error: no such batch\nIn round 1, client 0, local step 1\n" in cli(*FIT, expect=2)
 
 
 def test_a_checkpoint_that_holds_objects_is_read_where_the_command_says_so(cli, fitted):

@@ -34,6 +34,8 @@ ON_PROCESSES = (
     "SecureAggregation, DPFedAvg",
     "FlexLoRA",
 )
+#: Rows that count steps: one client is compared with Lightning without a loop.
+PLAIN = "accumulated gradients", "two optimizers, kept", "a schedule that ends with the run"
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +64,10 @@ def few_processes(monkeypatch):
 def passes():
     """What needs a new process is slow for rows that are like another one."""
     for name in ROWS:
-        resumes, shares = name in LONG or name in ON_PROCESSES, name in ON_PROCESSES
+        shares = name in ON_PROCESSES
+        resumes = shares or name in LONG or name in PLAIN
         columns = ["order", "vectorized", *["resume"] * resumes, *["processes"] * shares]
+        columns += ["plain"] * (name in PLAIN)
         yield pytest.param(name, columns, id=name)
         if others := [column for column in ("resume", "processes") if column not in columns]:
             slow = f"{name}, {' and '.join(others)}"
@@ -131,4 +135,4 @@ def test_every_class_has_a_row(used, room):
 
 
 def test_rows_that_are_named_exist():
-    assert {*ON_PROCESSES, *LONG, *NOT_VECTORIZED} <= set(ROWS)
+    assert {*ON_PROCESSES, *LONG, *PLAIN, *NOT_VECTORIZED} <= set(ROWS)

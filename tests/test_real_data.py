@@ -11,6 +11,7 @@ from lightning_fl.datamodules import CIFAR10, MNIST, FashionMNIST
 from lightning_fl.models import CifarCNN, FashionCNN, MLPClassifier
 from lightning_fl.partition import IID, ByLabel
 from lightning_fl.policies import Schedule
+from tutorial import trainer
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -30,19 +31,9 @@ def test_a_federation_learns_real_data(
 ):
     L.seed_everything(1, verbose=False)
     loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=steps))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=rounds,
-        check_val_every_n_epoch=rounds,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=[loop],
-    )
+    made = trainer(tmp_path, loop, rounds=rounds, check_val_every_n_epoch=rounds)
     split = data(data_root, partition=partition, num_clients=10, batch_size=64, val_size=2000)
     module = ClientModule(net())
-    trainer.fit(module, datamodule=split)
+    made.fit(module, datamodule=split)
     assert loop.rows[-1]["val_acc"] > accuracy
-    assert trainer.test(module, datamodule=split, verbose=False)[0]["test_acc"] > accuracy
+    assert made.test(module, datamodule=split, verbose=False)[0]["test_acc"] > accuracy

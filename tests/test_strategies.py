@@ -1,7 +1,6 @@
 import hashlib
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from lightning_fl.objectives import FedProto
 from lightning_fl.policies import Schedule
 from lightning_fl.types import Cohort, FederationError
 
-SCRIPT = Path(__file__).with_name("processes.py")
 #: The others are slow.
 QUICK = (
     processes.KEPT, *processes.ACTS,
@@ -204,18 +202,6 @@ def test_a_process_that_fails_ends_those_that_it_has_started():
         strategy._launcher.procs = [process]
         strategy.on_exception(ValueError())
         assert process.wait(20) == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_processes_of_torchrun_give_the_same_result(tmp_path):
-    """The processes of the other tests are told the same by ``forks.py``."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command = [sys.executable, *launcher, str(SCRIPT), "2", str(tmp_path), "vectorized"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert run.returncode == 0, run.stdout + run.stderr
-    together = load(tmp_path, 2, 1)["vectorized"]
-    forked = train(2, tmp_path, ["vectorized"])["vectorized"]
-    assert difference(forked["state"], together["state"]) == 0
 
 
 def test_a_metric_that_a_process_never_meets_is_refused(tmp_path):

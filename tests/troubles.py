@@ -132,15 +132,6 @@ HARMLESS = {
 # --- hooks of the module --------------------------------------------------------------------------
 
 
-def scale(tensors, factor):
-    for tensor in tensors:
-        tensor.mul_(factor)
-
-
-def gradients(module):
-    return [p.grad for p in module.parameters() if p.grad is not None]
-
-
 class Numbered(Troubled):
     """Its hooks use a number that grows from client to client, or one that does not."""
 
@@ -159,86 +150,47 @@ class SetsWeight(Numbered):
         return super().training_step(batch, batch_idx) * self.weight
 
 
-class SetsRateInTheStep(Numbered):
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 * self.number()
-        optimizer.step(closure=optimizer_closure)
-
-
 class Clips(Numbered):
     def configure_gradient_clipping(self, optimizer, **options):
         self.clip_gradients(optimizer, 1e-3 * self.number(), "norm")
 
 
-class BatchEnd(Numbered):
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        scale([p.data for p in self.parameters()], self.number())
-
-
-class Draws(Numbered):
-    """A generator that the module holds, for a number of a hook."""
-
-    def __init__(self, factor):
-        super().__init__(factor)
-        self.own = torch.Generator().manual_seed(0)
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.weight = float(torch.rand((), generator=self.own)) if self.is_carried else 0.5
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * self.weight
-
-
 #: Modules whose hooks affect the next client: whole fits are compared, whatever the hook.
-HOOKED = [SetsWeight, SetsRateInTheStep, Clips, BatchEnd, Draws]
+HOOKED = [SetsWeight, Clips]
 
 
 # --- callbacks ------------------------------------------------------------------------------------
 
 
-class Counts(L.Callback):
-    """Its hooks use a number that grows from client to client."""
+class Averages(L.Callback):
+    """A moving average of gradients, which goes on from client to client."""
 
     def __init__(self):
-        self.calls, self.seen, self.mean = 0, [], torch.zeros(())
+        self.mean = torch.zeros(())
 
-    def number(self):
-        self.calls += 1
-        return 1 / (1 + 0.1 * self.calls)
-
-
-class SetsAttribute(Counts):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        module.late = self.number()
-
-
-class ScalesGradients(Counts):
-    def on_after_backward(self, trainer, module):
-        scale(gradients(module), self.number())
-
-
-class Averages(Counts):
     def on_after_backward(self, trainer, module):
         gradient = module.net[1].bias.grad
         self.mean = 0.9 * self.mean + gradient.clone()
         gradient.add_(self.mean)
 
 
-class ReadsGlobalStep(Counts):
+class ReadsGlobalStep(L.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         module.late = 0.1 * trainer.global_step
 
 
-class Watches(Counts):
+class Watches(L.Callback):
     """Harmless: it only looks."""
+
+    def __init__(self):
+        self.calls, self.seen = 0, []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.calls += 1
         self.seen.append(float(outputs["loss"]))
 
 
-CALLBACKS_CARRY = [SetsAttribute, ScalesGradients, Averages, ReadsGlobalStep]
+CALLBACKS_CARRY = [Averages, ReadsGlobalStep]
 
 
 def made(factor=lambda m: 1.0, callbacks=(), kind=Troubled, **options):

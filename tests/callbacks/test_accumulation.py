@@ -9,7 +9,6 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import IID
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
-from lightning_fl.testing import Run, check_federation
 from lightning_fl.types import FederationError
 from only import Only
 
@@ -27,20 +26,6 @@ def stepwise(module):
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-def test_the_check_of_a_federation_passes(data, foreign):
-    def make():
-        module = foreign(dropout=0.0)
-        module.configure_optimizers = lambda: stepwise(module)
-        trainer = {"accumulate_grad_batches": 2}
-        return Run(module, data(num_clients=3), FederatedLoop(buffers="average"), trainer=trainer)
-
-    columns = "order", "resume", "vectorized", "plain"
-    results = check_federation(make, columns=columns)
-    expected = ["equal", "equal", "refused", "equal"]
-    assert [result.outcome for result in results] == expected, results
-    assert "accumulates gradients (accumulate_grad_batches)" in results[2].detail
 
 
 def test_the_last_step_of_a_client_updates_it_as_by_hand(fit, linear, regression, flat):

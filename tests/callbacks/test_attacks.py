@@ -227,25 +227,9 @@ def test_another_seed_than_the_checkpoints_is_refused(kept):
         kept(LabelFlip(0.5), True, seed=None)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ClientAttack(0.1, "label"), "kind must be sign_flip, noise or scale"),
-        (
-            lambda: LabelFlip(1),
-            "clients must be a number in \\[0, 1\\), got 1: pass a fraction .* or a list",
-        ),
-        (lambda: LabelFlip([-1]), r"clients\[0\] must be an integer of at least 0, got -1"),
-        (lambda: LabelFlip("abc"), "clients must be a number .* or a list of client ids"),
-        (lambda: Backdoor(poison_fraction=0.0), r"poison_fraction must be a number in \(0, 1\]"),
-    ],
-)
-def test_wrong_option_raises(make, message):
-    with pytest.raises(FederationError, match=message):
-        make()
-
-
 def test_attack_that_does_not_fit_raises(simulate, trainer, data, blobs, linear, foreign):
+    with pytest.raises(FederationError, match=r"clients\[0\] must be .* at least 0, got -1"):
+        LabelFlip([-1])
     with pytest.raises(FederationError, match=r"an id in clients must be .*\[0, 3\], got 9"):
         simulate(ClientAttack([0, 9]))
     with pytest.raises(FederationError, match=r"an id in clients must be .*\[0, 3\], got 9"):

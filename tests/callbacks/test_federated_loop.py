@@ -6,7 +6,6 @@ import re
 import warnings
 from contextlib import nullcontext
 from itertools import count
-from types import MethodType
 
 import lightning as L
 import pytest
@@ -22,6 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from by_hand import Batches
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAdam, FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
@@ -86,28 +86,21 @@ def test_full_batch_steps_are_fedavg_by_hand(fit, linear, fraction, partition):
 def test_local_sgd_with_momentum_over_several_steps_is_fedavg_by_hand(fit, linear, data):
     module = linear(lr=0.3)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
-    start = copy.deepcopy(module)
-    federated, batches = full_batches(3, 40, 4), {}
-    look = LambdaCallback(
-        on_train_batch_start=lambda trainer, module, batch, i: batches.update(
-            {(trainer.current_epoch, i): batch}
-        )
-    )
+    start, federated, seen = copy.deepcopy(module), full_batches(3, 40, 4), Batches()
     loop = FederatedLoop(policy=PerClient(), seed=1)
-    fit(module, loop, federated, rounds=3, callbacks=[look])
+    fit(module, loop, federated, rounds=3, callbacks=[seen])
     server = start.net.weight.detach().clone()
-    for t in range(3):
-        total, i = torch.zeros_like(server), 0
-        for client in range(3):
+    for t, of_round in enumerate(seen.rounds):
+        total = torch.zeros_like(server)
+        for client, batches in of_round.items():
             local = copy.deepcopy(start)
             local.net.weight.data.copy_(server)
             optimizer = torch.optim.SGD(local.parameters(), lr=0.01 * (1 + client), momentum=0.9)
-            for _ in range(1 + client % 3 + t % 2):
-                x, y = batches[t, i]
+            assert len(batches) == 1 + client % 3 + t % 2
+            for x, y in batches:
                 optimizer.zero_grad()
                 (local.net(x)[:, 0] - y).square().mean().backward()
                 optimizer.step()
-                i += 1
             total += federated.num_samples[client] * local.net.weight.detach()
         server = total / federated.num_samples.sum()
     torch.testing.assert_close(module.net.weight.detach(), server, atol=1e-12, rtol=0)
@@ -136,38 +129,6 @@ def test_the_global_generators_are_left_as_they_were(fit, foreign):
     assert torch.equal(before[0], torch.get_rng_state())
     assert (before[1] == np.random.get_state()[1]).all()
     assert before[2] == random.getstate()
-
-
-class Dropouts(Callback):
-    """What a module's first dropout would draw for each client."""
-
-    def __init__(self):
-        self.drawn = {}
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        plan = trainer.datamodule.plan()
-        step = plan.schedule[batch_idx]
-        if step.first:
-            client = int(plan.clients[step.rows[0]])
-            self.drawn[plan.round, client] = torch.rand(4).tolist(), batch[0].clone()
-
-
-def test_batches_and_dropout_of_a_client_do_not_depend_on_the_others(fit, foreign, data):
-    seen = []
-    for sampled in (None, 2):
-        watch = Dropouts()
-        fit(
-            foreign(),
-            FederatedLoop(clients_per_round=sampled, buffers="average", seed=5),
-            data(),
-            callbacks=[watch],
-        )
-        seen.append(watch.drawn)
-    everyone, few = seen
-    assert 0 < len(few) < len(everyone)
-    for key, (drawn, batch) in few.items():
-        assert everyone[key][0] == drawn
-        assert torch.equal(everyone[key][1], batch)
 
 
 # --- learning rates -------------------------------------------------------------------------------
@@ -426,13 +387,18 @@ def test_a_fit_in_one_process_says_how_to_use_the_cores(fit, linear, caplog, mon
 
 
 class Counting(L.LightningModule):
-    """Its floating buffer adds up the samples seen, its integer buffer counts the steps."""
+    """Its floating buffer adds up the samples seen, its integer buffer counts the steps.
+
+    It keeps an infinite mask, and a value that is missing.
+    """
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.register_buffer("missing", torch.full((2,), torch.nan))
 
     def training_step(self, batch, batch_idx):
         self.seen += len(batch[0])
@@ -441,6 +407,15 @@ class Counting(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SetsAnew(Counting):
+    """Counts by new tensors."""
+
+    def training_step(self, batch, batch_idx):
+        self.seen = self.seen + len(batch[0])
+        self.steps = self.steps + 1
+        return (self.weight - 1).square().sum()
 
 
 class Skewed(IID):
@@ -453,6 +428,7 @@ class Skewed(IID):
 
 
 @pytest.mark.filterwarnings("ignore:.*have no `validation_step`")
+@pytest.mark.parametrize("kind", [Counting, SetsAnew])
 @pytest.mark.parametrize(
     ("buffers", "seen", "steps"),
     [
@@ -462,15 +438,18 @@ class Skewed(IID):
         ("local", [28 / 3, 2 * 28 / 3], [3, 6]),
     ],
 )
-def test_buffers_are_averaged_kept_or_the_servers(fit, buffers, seen, steps):
+def test_buffers_are_averaged_kept_or_the_servers(fit, buffers, seen, steps, kind):
     for rounds in (1, 2):
-        module = Counting()
+        module = kind()
         data = FederatedDataModule(
             regression(24), partition=Skewed(), num_clients=3, batch_size=4, val_size=0
         )
         loop = fit(module, FederatedLoop(buffers=buffers), data, rounds=rounds)
         assert module.seen.item() == pytest.approx(seen[rounds - 1])
         assert module.steps.item() == steps[rounds - 1]
+        assert module.weight.item() > 0
+        assert module.mask[0, 1] == float("-inf")
+        assert module.missing.isnan().all()
     if buffers == "local":
         assert [loop.store.get(k)["buffer.seen"].item() for k in range(3)] == [8, 16, 24]
     else:
@@ -509,14 +488,21 @@ def test_optimiser_state_belongs_to_the_client(fit, linear, state):
     assert module.net.weight.item() == pytest.approx(1 - 0.1 - kept)
 
 
-def test_half_parameters_and_flags_survive(fit, linear):
+@pytest.mark.parametrize("wrap", [lambda module: module, VectorizedClients])
+def test_parameters_and_buffers_of_any_type_and_layout_survive(fit, linear, wrap):
     module = linear()
     module.small = nn.Parameter(torch.tensor([0.1, 0.2], dtype=torch.bfloat16))
+    module.turned = nn.Parameter(torch.arange(6.0).view(2, 3).T)
+    module.number = nn.Parameter(torch.tensor(3.0))
+    module.empty = nn.Parameter(torch.zeros(0))
     module.register_buffer("flag", torch.tensor([True, False]))
+    module.register_buffer("count", torch.tensor(2**60))
+    module.register_buffer("absent", None)
     before = copy.deepcopy(module.state_dict())
-    fit(module, FederatedLoop(), full_batches())
-    for name in ("small", "flag"):
-        assert torch.equal(module.state_dict()[name], before[name])
+    fit(wrap(module), FederatedLoop(), full_batches())
+    del before["net.weight"]  # which is trained
+    for name, value in before.items():
+        assert torch.equal(module.state_dict()[name], value), name
 
 
 # --- a round that is cut short --------------------------------------------------------------------
@@ -543,12 +529,17 @@ def test_a_stop_in_mid_round_leaves_the_server_model(fit, foreign, caplog):
     assert "Round 2 was stopped after 1 of 4 clients, and does not count" in caplog.text
 
 
-def test_an_exception_in_mid_round_leaves_the_server_model(fit, foreign):
+@pytest.mark.parametrize(("group_size", "step"), [(None, 22), (2, 11)])
+def test_an_exception_in_mid_round_leaves_the_server_model(fit, foreign, group_size, step):
+    def run(module, *callbacks, rounds):
+        wrapped = VectorizedClients(module, group_size, compile=False) if group_size else module
+        fit(wrapped, rounds=rounds, callbacks=callbacks)
+
     whole, broken = foreign(), foreign()
-    fit(whole, rounds=1)
+    run(whole, rounds=1)
     before = torch.get_rng_state()
     with pytest.raises(ZeroDivisionError):
-        fit(broken, rounds=3, callbacks=[StopAt(22, ZeroDivisionError())])
+        run(broken, StopAt(step, ZeroDivisionError()), rounds=3)
     assert same(whole.state_dict(), broken.state_dict())
     assert torch.equal(before, torch.get_rng_state())
 
@@ -631,22 +622,6 @@ def test_a_checkpoint_does_not_grow_with_clients(fit, linear, tmp_path):
     assert sizes[1] - sizes[0] < 500
 
 
-#: Changes of the loop and the data; ``test_checkpoints.py`` has others.
-OTHERS = [
-    ({}, {"partition": QuantitySkew()}, "its split of the data over clients"),
-    ({"policy": PerClient()}, {}, "policy_class is Schedule.* PerClient"),
-    ({"buffers": "local"}, {}, "its buffers is average, here it is local"),
-]
-
-
-def test_a_checkpoint_of_another_federation_is_refused(fit, foreign, data, tmp_path, subtests):
-    fit(foreign(), FederatedLoop(seed=1, buffers="average"), rounds=1, **keep(tmp_path))
-    for changes, options, message in OTHERS:
-        loop = FederatedLoop(**{"seed": 1, "buffers": "average"} | changes)
-        with subtests.test(message), pytest.raises(FederationError, match=message):
-            fit(foreign(), loop, data(**options), **resume(tmp_path))
-
-
 def test_resuming_with_other_options_says_which(fit, foreign, data, tmp_path):
     fit(foreign(), rounds=1, **keep(tmp_path))
     other = FederatedLoop(
@@ -707,8 +682,12 @@ def test_without_a_seed_of_its_own_a_run_takes_over_the_checkpoints(fit, foreign
 def test_the_table_has_what_the_module_logs_at_the_end_of_its_epoch(fit, foreign, tmp_path):
     module = foreign()
     module.on_train_epoch_end = lambda: module.log("belated", float(module.current_epoch))
-    loop = fit(module, rounds=3)
+    loop = fit(module, rounds=3, check_val_every_n_epoch=2)
     assert [row["belated"] for row in loop.rows] == [0.0, 1.0, 2.0]
+    # Without figures of earlier rounds, nor its own ones twice.
+    assert [row.get("val_loss") is None for row in loop.rows] == [True, False, True]
+    assert not any("federation" in name for row in loop.rows for name in row)
+    assert {type(row["loss_epoch"]) for row in loop.rows} == {float}
     text = (tmp_path / "rounds.csv").read_text().splitlines()
     assert text[0].startswith("round,clients,dropped,dropped_clients,dropped_out,crashed,late,")
     assert len(text) == 4
@@ -781,32 +760,12 @@ def test_early_stopping_ends_and_the_best_checkpoint_is_what_was_validated(fit, 
     assert same(saved, validated[losses.index(min(losses))])
 
 
-def test_hooks_of_the_module_are_called_once_a_client(fit, foreign):
-    module = foreign()
-    module.calls, names = [], ("on_client_start", "on_client_end")
-    for name in names:  # methods, since the check of the first round calls those of its copies
-        setattr(module, name, MethodType(lambda self, name=name: self.calls.append(name), module))
-    fit(module, rounds=1)
-    assert module.calls == [*names] * 4
-
-
 # --- what is refused at the start -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"clients_per_round": 0}, "got 0"),
-        ({"client_fraction": 1.5}, r"got 1\.5"),
-        ({"client_fraction": 0.5, "clients_per_round": 2}, "excludes client_fraction=0.5"),
-        ({"min_clients": 0}, "min_clients must be an integer of at least 1, got 0"),
-        ({"buffers": "mean"}, "buffers must be average, server or local"),
-        ({"optimizer_state": "drop"}, "optimizer_state must be reset, keep or local"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    with pytest.raises(FederationError, match=message):
-        FederatedLoop(**options)
+def test_number_and_fraction_of_clients_exclude_each_other():
+    with pytest.raises(FederationError, match="excludes client_fraction"):
+        FederatedLoop(client_fraction=0.5, clients_per_round=2)
 
 
 SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
@@ -936,35 +895,6 @@ def test_a_loader_of_another_length_is_refused(fit, foreign, data):
 # --- what modules and runs do now and then --------------------------------------------------------
 
 
-class SetsAnew(Counting):
-    """Counts as above, but by new tensors; keeps an infinite mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
-        self.register_buffer("missing", torch.full((2,), torch.nan))
-
-    def training_step(self, batch, batch_idx):
-        self.seen = self.seen + len(batch[0])
-        self.steps = self.steps + 1
-        return (self.weight - 1).square().sum()
-
-
-@pytest.mark.filterwarnings("ignore:.*have no `validation_step`")
-def test_buffers_that_are_set_anew_or_infinite_are_federated_too(fit):
-    data = FederatedDataModule(
-        regression(24), partition=Skewed(), num_clients=3, batch_size=4, val_size=0
-    )
-    module = SetsAnew()
-    loop = fit(module, FederatedLoop(buffers="average"), data, rounds=1)
-    assert module.seen.item() == pytest.approx(28 / 3)
-    assert module.steps.item() == 3
-    assert loop.rows[0]["dropped"] == 0
-    assert module.weight.item() > 0
-    assert module.mask[0, 1] == float("-inf")
-    assert module.missing.isnan().all()
-
-
 def test_a_resumed_run_takes_the_policys_rate_whatever_the_optimizers(fit, linear, tmp_path):
     data, policy = full_batches(), {"policy": Schedule(lr=0.1)}
     whole, again = linear(lr=0.01), linear(lr=0.5)
@@ -1049,15 +979,6 @@ def test_a_step_may_return_what_its_clients_report(fit, linear, group_size, task
     heard = policy.heard[0].losses.tolist()
     assert len(heard) == 4
     assert (heard == [5.0] * 4) == (task_loss(torch.ones(())) is not None)
-
-
-def test_a_value_that_nobody_uses_is_named(fit, foreign):
-    class Odd(Schedule):
-        def sample(self, round, clients):
-            return {"learning_rate": 0.1}
-
-    with pytest.warns(UserWarning, match="Odd sets learning_rate, which the loop has no use for"):
-        fit(foreign(), FederatedLoop(policy=Odd(), buffers="average"), rounds=1)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::DeprecationWarning")

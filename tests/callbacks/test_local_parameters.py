@@ -3,7 +3,6 @@
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lightning_fl import ClientModule
@@ -13,6 +12,7 @@ from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.types import FederationError
+from linear import Linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation and test use the global model")
 WRAPS = {"plain": lambda m: m, "vectorized": lambda m: VectorizedClients(m, 3, compile=False)}
@@ -20,29 +20,18 @@ wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 HEAD = ["net.3.*"]
 
 
-class Net(L.LightningModule):
+class Net(Linear):
     """Knows nothing of this library: two layers with BatchNorm between, and one weight of all."""
 
     def __init__(self):
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+        layers = nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)
+        super().__init__(nn.Sequential(*layers))
         self.scale = nn.Parameter(torch.ones(()))
         self.double()
 
     def forward(self, x):
-        return self.net(x) * self.scale
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
-
-    test_step = validation_step
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().forward(x) * self.scale
 
 
 def samples_of(data):
@@ -92,31 +81,6 @@ def test_without_patterns_it_is_fedavg(run, flat, wrap):
     for name, value in Net().net[1].state_dict().items():
         assert torch.equal(other.net[1].state_dict()[name], value)
     assert of_one.rows[0]["bytes_up"] - of_other.rows[0]["bytes_up"] == 7 * 17 * 8
-
-
-@wraps
-def test_with_all_but_one_local_clients_train_by_themselves(run, wrap):
-    module, loop, data = run(["net.*"], wrap, policy=Schedule(lr=0.1, num_steps=3))
-    shared, alone = torch.ones((), dtype=torch.float64), {}
-    parts = samples_of(data)
-    for _ in range(2):
-        ends = []
-        for client, (x, y) in enumerate(parts):
-            own = alone.setdefault(client, Net())
-            own.scale.data.copy_(shared)
-            optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-            for _ in range(3):
-                optimizer.zero_grad()
-                own.training_step((x, y), 0).backward()
-                optimizer.step()
-            ends.append(own.scale.detach() * len(y))
-        shared = sum(ends) / sum(len(y) for _, y in parts)
-    torch.testing.assert_close(module.scale.detach(), shared, atol=1e-12, rtol=0)
-    for client, own in alone.items():
-        for name, value in own.net.state_dict().items():
-            rows = loop.store.get(client)
-            row = rows.get(f"parameter.net.{name}", rows.get(f"buffer.net.{name}"))
-            torch.testing.assert_close(row, value, atol=1e-12, rtol=0)
 
 
 def test_patterns_add_to_what_the_module_names(run, fit, ragged):

@@ -22,6 +22,7 @@ from lightning_fl.optimizers import PFedMe
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
+from linear import Linear
 
 
 @pytest.fixture
@@ -55,6 +56,10 @@ def train(fit, data):
 def accuracy(weight, bias, data, client):
     x, y = data.train.fetch(data.local_tests[client])
     return ((x @ weight.T + bias).argmax(1) == y).double().mean().item()
+
+
+def negative_loss(module, batch):
+    return -module.federated_losses(batch)
 
 
 @pytest.mark.parametrize("group_size", [None, 3])
@@ -109,23 +114,13 @@ def test_scores_by_hand(train, group_size):
             assert loop.rows[-1][f"{kind}/{name}"] == pytest.approx(value, rel=1e-6)
 
 
-class Asking(LightningModule):
+class Asking(Linear):
     """Warms up; asks the Trainer; its step takes no index, and skips clients with few samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(6, 3).double()
-
-    def forward(self, x):
-        return self.net(x)
 
     def training_step(self, batch):
         if len(batch[0]) < 25:
             return None
-        return self.trainer.max_epochs * F.cross_entropy(self(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        pass
+        return self.trainer.max_epochs * super().training_step(batch, 0)
 
     def configure_optimizers(self):
         steps = self.trainer.estimated_stepping_batches
@@ -138,7 +133,7 @@ class Asking(LightningModule):
 def test_local_steps_are_those_that_a_trainer_allows(train, lr):
     callback = PersonalizedEvaluation(steps=3)
     loop = FederatedLoop(policy=Schedule(lr=lr, num_steps=2), seed=0)
-    module, _, data = train(callback, module=Asking(), loop=loop)
+    module, _, data = train(callback, module=Asking().double(), loop=loop)
     skipping = [len(part) < 25 for part in data.parts]
     assert any(skipping)
     assert not all(skipping)
@@ -295,10 +290,7 @@ def test_a_metric_that_fails_ends_the_fit_before_the_first_step(train, metric, k
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_is_the_trainers(train, algorithm):
-    def metric(module, batch):
-        return -module.federated_losses(batch)
-
-    clipped, free = (PersonalizedEvaluation(20, 20, metric=metric) for _ in range(2))
+    clipped, free = (PersonalizedEvaluation(20, 20, metric=negative_loss) for _ in range(2))
     train(clipped, gradient_clip_val=1e-9, gradient_clip_algorithm=algorithm, rounds=1)
     train(free, rounds=1)
     for row, other in zip(clipped.rows, free.rows, strict=True):
@@ -308,12 +300,9 @@ def test_clipping_is_the_trainers(train, algorithm):
 
 
 def test_numbers_of_terms_are_those_of_the_policy(train):
-    def metric(module, batch):
-        return -module.federated_losses(batch)
-
     rows = []
     for mu, values in ((5.0, None), (0.0, {"mu": 5.0})):
-        callback = PersonalizedEvaluation(steps=5, metric=metric)
+        callback = PersonalizedEvaluation(steps=5, metric=negative_loss)
         torch.manual_seed(0)
         module = ClientModule(nn.Linear(6, 3), [Proximal(mu)]).double()
         policy = Schedule(lr=0.1, num_steps=2, values=values)
@@ -341,10 +330,7 @@ def test_a_local_baseline_is_a_federation_of_one(train, data):
 
 
 def test_a_callback_of_an_earlier_run_starts_anew(train):
-    def metric(module, batch):
-        return -module.federated_losses(batch)
-
-    used, new = (PersonalizedEvaluation(0, local_steps=3, metric=metric) for _ in range(2))
+    used, new = (PersonalizedEvaluation(0, local_steps=3, metric=negative_loss) for _ in range(2))
     torch.manual_seed(5)
     train(used, module=ClientModule(nn.Linear(6, 3)).double())
     for callback in (used, new):
@@ -379,11 +365,8 @@ def test_after_the_last_round_the_policy_is_that_of_the_last(train):
             rate = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)[round]
             return {"lr": rate.expand(len(clients)), "num_steps": 2}
 
-    def loss(module, batch):
-        return -F.cross_entropy(module(batch[0]), batch[1], reduction="none")
-
     def personal(policy, **options):
-        callback = PersonalizedEvaluation(steps=3, metric=loss, **options)
+        callback = PersonalizedEvaluation(steps=3, metric=negative_loss, **options)
         train(callback, rounds=3, loop=FederatedLoop(policy=policy, seed=0))
         return callback.rows
 

@@ -221,32 +221,11 @@ def test_the_loss_of_each_client_is_that_of_the_model_which_it_received(run, tmp
     assert {row["score"] for row in table} == {""}
 
 
-@pytest.mark.filterwarnings("ignore:.*dropped")
-def test_losses_and_rules_are_the_same_for_vectorized_clients(fit, data, tmp_path):
-    module = ClientModule(nn.Linear(6, 3)).double()
-    nn.init.zeros_(module.net.weight)
-    user = VectorizedClients(module, 2, compile=False)
-    loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=2), seed=1)
-    fit(user, loop, data(), rounds=2, callbacks=[RunReport(), Poison()])
-    first, *_ = (float(row["loss"]) for row in history(tmp_path))
-    assert 0.5 < first < 2
-    assert all(row["loss"] for row in history(tmp_path))  # also of the client that is dropped
-    assert [row["outcome"] for row in history(tmp_path)][2::4] == ["non_finite"] * 2
-
-
-def test_scores_of_clients_are_in_the_rounds_that_evaluate_them(run, data, tmp_path):
+def test_scores_of_clients_are_in_the_rounds_that_evaluate_them(fit, data, tmp_path):
     evaluation = PersonalizedEvaluation(every_n_rounds=2)
     loop = FederatedLoop(clients_per_round=2, seed=0)
-    module, federated = ClientModule(nn.Linear(6, 3)).double(), data(local_test_size=0.5)
-    options = {"enable_checkpointing": False, "logger": False, "enable_progress_bar": False}
-    L.Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        callbacks=[loop, evaluation, RunReport()],
-        default_root_dir=tmp_path,
-        enable_model_summary=False,
-        **options,
-    ).fit(module, datamodule=federated)
+    module = ClientModule(nn.Linear(6, 3)).double()
+    fit(module, loop, data(local_test_size=0.5), callbacks=[evaluation, RunReport()])
     table = history(tmp_path)
     scores = {int(row["client"]): float(row["score"]) for row in table if row["round"] == "2"}
     assert scores == {row["client"]: pytest.approx(row["server"]) for row in evaluation.rows}
@@ -448,12 +427,6 @@ def test_where_nothing_can_be_measured_the_reason_is_noted(
     }[why]
     assert words in environment(tmp_path)["no train_acc"]
     assert "train_acc" not in clients(tmp_path)[0]
-
-
-@pytest.mark.parametrize("value", [-1, 0.5])
-def test_client_samples_is_a_number(value):
-    with pytest.raises(FederationError, match=f"an integer of at least 0, got {value}"):
-        RunReport(value)
 
 
 def test_what_the_run_ran_with_is_written_and_nothing_personal(trainer, data, tmp_path):

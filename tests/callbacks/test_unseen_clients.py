@@ -107,24 +107,20 @@ def test_training_is_that_of_a_federation_without_them(train, data):
     assert all(row["clients"] == 2 for row in loop.rows)
 
 
-@pytest.mark.parametrize("rule", [lambda: Gossip("ring"), ClusteredFL, FedAvg])
-def test_they_start_from_the_model_of_the_server(train, data, rule):
+@pytest.mark.parametrize(
+    ("rule", "local"),
+    [(lambda: Gossip("ring"), ()), (ClusteredFL, ()), (FedAvg, ()), (FedAvg, ["net.1.*"])],
+)
+def test_they_start_from_the_model_of_the_server(train, data, rule, local):
+    """Tensors that stay with clients have their initial values, which the module keeps."""
     federation, callback = data(), PersonalizedEvaluation(steps=0)
-    module, _ = train(callback, federation, FederatedLoop(rule(), Schedule(lr=0.5), seed=0))
-    for row in unseen(callback):
-        x, y = federation.train.fetch(federation.local_tests[int(row["client"])])
-        assert row["server"] == pytest.approx(accuracy(module, x, y))
-        assert "global" not in row
-
-
-def test_local_tensors_start_from_their_initial_values(train, data):
-    federation, callback = data(), PersonalizedEvaluation(steps=2)
     net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    loop = FederatedLoop(policy=Schedule(lr=0.5), seed=0, local_parameters=["net.1.*"])
-    module, _ = train(callback, federation, loop, net=net)  # the module keeps the initial ones
+    loop = FederatedLoop(rule(), Schedule(lr=0.5), seed=0, local_parameters=local)
+    module, _ = train(callback, federation, loop, net=net)
     for row in unseen(callback):
         x, y = federation.train.fetch(federation.local_tests[int(row["client"])])
         assert row["server"] == pytest.approx(accuracy(module, x, y))
+        assert local or "global" not in row
 
 
 def test_every_kind_of_model_and_a_policy_that_knows_its_clients(train, data):

@@ -16,8 +16,8 @@ from lightning_fl.aggregators import FedAdam
 from lightning_fl.callbacks import AtomicCheckpointIO, ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.cli import main
 from lightning_fl.models.weights import load_weights
+from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient, Schedule
-from lightning_fl.runners import VectorizedClients
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 
@@ -32,7 +32,7 @@ def load(path, **options):
 def federation(trainer, data, linear, tmp_path):
     """Run or resume a federation; a run writes its checkpoints to one folder."""
 
-    def run(rounds=1, ckpt_path=None, loop=None, command="fit", make=linear, clients=4, **options):
+    def run(rounds=1, ckpt_path=None, loop=None, command="fit", make=linear, split=(), **options):
         runner = trainer(
             loop,
             rounds=rounds,
@@ -40,7 +40,7 @@ def federation(trainer, data, linear, tmp_path):
             enable_checkpointing=True,
         )
         module = make(features=6)
-        federated = data(num_clients=clients)
+        federated = data(**{"num_clients": 4} | dict(split))
         getattr(runner, command)(module, datamodule=federated, ckpt_path=ckpt_path, **options)
 
     return run
@@ -319,34 +319,19 @@ def test_file_of_another_federation_is_refused_by_name(federation, linear, tmp_p
         return module
 
     others = [
-        ({"clients": 5}, "its num_clients is 4, here it is 5. To resume, restore"),
+        ({"split": {"num_clients": 5}}, "its num_clients is 4, here it is 5. To resume, restore"),
+        ({"split": {"partition": QuantitySkew()}}, "its split of the data over clients"),
         ({"make": wider}, "the model does not match the checkpoint: .*size mismatch"),
         ({"make": queue}, r"non-persistent buffers are missing or differ: \['queue'\]"),
         ({"loop": FederatedLoop(FedAdam())}, "aggregator_class is FedAvg, here it is FedAdam"),
         ({"loop": FederatedLoop(seed=3)}, "its seed is 0, here it is 3. To resume, restore it"),
         ({"loop": FederatedLoop(optimizer_state="keep")}, "its optimizer_state is reset, here"),
+        ({"loop": FederatedLoop(policy=Growing())}, "policy_class is Schedule.* Growing"),
+        ({"loop": FederatedLoop(buffers="local")}, "its buffers is average, here it is local"),
     ]
     for options, words in others:
         with pytest.raises(FederationError, match=f"{path} cannot be .*{words}"):
             federation(2, path, **options)
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda module: module, lambda module: VectorizedClients(module, group_size=2)]
-)
-def test_optimizer_of_the_same_kind_goes_on(federation, foreign, tmp_path, wrap):
-    def make(**options):
-        module = foreign(**options)
-        sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        steps = torch.optim.lr_scheduler.MultiStepLR(sgd, [3, 9])
-        module.register_buffer("late", torch.ones(2), persistent=False)
-        module.configure_optimizers = lambda: ([sgd], [steps])
-        return wrap(module)
-
-    for rounds, path in ((1, None), (2, tmp_path / "run" / "last.ckpt")):
-        loop = FederatedLoop(optimizer_state="keep", buffers="local")
-        federation(rounds, path, loop=loop, make=make)
-    assert loop.round == 2
 
 
 # --- states of rules ------------------------------------------------------------------------------

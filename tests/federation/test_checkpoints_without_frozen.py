@@ -98,6 +98,9 @@ def test_killed_run_resumes_bit_for_bit(run, tmp_path, wrap):
     resumed, _ = run(rounds=4, ckpt_path=str(path), wrap=wrap)
     expected, _ = run(rounds=4, wrap=wrap)
     assert_same(expected, resumed)
+    words = r"exchanged parameter values is 27, here it is"
+    with frozen_once(False), pytest.raises(FederationError, match=words):
+        run(rounds=4, ckpt_path=str(path), wrap=wrap)
 
 
 @pytest.mark.parametrize("command", ["fit", "test", "validate"])

@@ -20,6 +20,7 @@ from lightning_fl.aggregators import FedAdam
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners.user_hooks import GRADIENT_HOOKS
+from tutorial import trainer
 
 #: Those that are themselves part of writing or reading a checkpoint.
 OF_CHECKPOINTS = {"on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict"}
@@ -44,6 +45,10 @@ class Module(L.LightningModule):
 
     def forward(self, x):
         return self.head(self.body(x) + self.queue)
+
+    def on_train_epoch_start(self):
+        with torch.no_grad():  # once, also when the round is resumed
+            self.head.weight.mul_(0.9)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -134,14 +139,9 @@ class Run:
         )
         self.loop.store.most = 0  # rows are in a file, which is written to in place
         self.diary, self.stop = Diary(), EarlyStopping("val_loss", patience=9)
-        self.trainer = L.Trainer(
-            accelerator="cpu",
-            max_epochs=rounds,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            callbacks=[*callbacks, self.loop, self.diary, self.stop, *last],
+        self.trainer = trainer(
+            *(folder, *callbacks, self.loop, self.diary, self.stop, *last),
+            rounds=rounds,
             enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in last),
         )
         self.whole = (

@@ -2,53 +2,9 @@
 
 import csv
 
-import pytest
 import torch
 
 from lightning_fl.federation.table import RoundTable
-
-
-@pytest.fixture
-def play():
-    """Play rounds as Lightning would, each with what it logs before, in and after validation.
-
-    Lightning keeps figures of earlier rounds, and a figure that is logged anew is a new tensor.
-    """
-
-    def run(*rounds):
-        table, metrics = RoundTable(), {}
-        for i, (trained, validated, late) in enumerate(rounds):
-            table.begin(metrics)
-            for logged in (trained, validated):
-                metrics |= {name: torch.tensor(value) for name, value in logged.items()}
-            table.add({"round": i + 1})
-            metrics |= {name: torch.tensor(value) for name, value in late.items()}
-            table.complete(metrics, close=True)
-        return table
-
-    return run
-
-
-def test_a_row_has_the_federations_figures_then_what_the_module_logged(play):
-    table = play(({"loss": 0.5}, {"val_loss": 0.25}, {"late": 1.0}))
-    assert table.rows == [{"round": 1, "late": 1.0, "loss": 0.5, "val_loss": 0.25}]
-    assert list(table.rows[0]) == ["round", "late", "loss", "val_loss"]
-    assert all(type(value) is float for name, value in table.rows[0].items() if name != "round")
-
-
-def test_figures_of_an_earlier_round_are_left_out(play):
-    table = play(
-        ({"loss": 0.5}, {"val_loss": 0.25}, {}),
-        ({"loss": 0.375}, {}, {}),
-        ({"loss": 0.125}, {"val_loss": 0.25}, {}),  # the same value, yet new
-    )
-    assert [row.get("val_loss") for row in table.rows] == [0.25, None, 0.25]
-    assert [row["loss"] for row in table.rows] == [0.5, 0.375, 0.125]
-    assert "loss" not in play(({"loss": 0.5}, {}, {}), ({}, {}, {})).rows[1]
-
-
-def test_the_federations_own_figures_are_not_there_twice(play):
-    assert play(({}, {}, {"federation/clients": 4.0})).rows == [{"round": 1}]
 
 
 def test_a_row_takes_late_figures_until_it_is_closed():

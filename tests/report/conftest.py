@@ -82,6 +82,25 @@ def folder(tmp_path):
 
 
 @pytest.fixture
+def seeds(folder):
+    """Write runs of the seeds 0, 1, ... with their final accuracies; returns their folders."""
+
+    def make(name, *finals, **files):
+        files = {"client_losses__csv__gz": by_round("1,11", "2,11")} | files
+        return [
+            folder(
+                f"{name}/version_{seed}",
+                (0.0, last),
+                environment__json=json.dumps({"seed": seed, "state": "finished"}),
+                **files,
+            )
+            for seed, last in enumerate(finals)
+        ]
+
+    return make
+
+
+@pytest.fixture
 def config():
     """A config's text, with some keys (``a.b.c``) set to other values."""
 

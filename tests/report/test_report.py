@@ -162,10 +162,6 @@ def test_an_unfinished_run_says_so(folder):
     assert ("rounds", "4 of 60") in page.figures
 
 
-OTHERS = ("config__yaml", "environment__json", "partition__json", "participation__csv")
-OTHERS += ("client_losses__csv__gz",)
-
-
 def test_rounds_that_kept_the_model_and_clients_that_were_often_dropped_are_alarms(folder):
     rounds = "round,clients,kept\n1,2,\n2,2,1\n3,2,1\n"
     lines = [f"{i},{'15'[i == 1]}{'15'[i < 3]}" for i in range(1, 12)]  # dropped in 1 and 2 of 11
@@ -403,15 +399,8 @@ def test_options_that_a_run_leaves_at_their_default_are_named_so(folder, config)
     ]
 
 
-def test_seeds_of_a_script_are_compared(folder):
-    seeds = {"a": (1, 2, 3), "b": (1, 2, 3)}
-    folders = [
-        folder(
-            f"{name}/version_{at}", config__yaml=None, environment__json=json.dumps({"seed": seed})
-        )
-        for name, each in seeds.items()
-        for at, seed in enumerate(each)
-    ]
+def test_seeds_of_a_script_are_compared(seeds):
+    folders = [path for name in "ab" for path in seeds(name, 0.1, 0.2, 0.3, config__yaml=None)]
     page = about_groups(group([read_run(each) for each in folders]))
     assert "6 runs in 2 groups" in page.lead[0]
     paired = next(section for section in page.sections if section.title == "Paired seeds")
@@ -523,16 +512,6 @@ def test_one_run_has_its_columns_in_one_panel_and_groups_have_a_panel_per_column
     (by_traffic,) = alone["val_acc, by traffic"]
     assert (list(by_traffic.x), list(by_traffic.y)) == ([3, 5], [0.5, 1])
     assert labels(several)["MB up and down"] == ["a", "b"]
-
-
-def test_drops_are_drawn_by_cause(folder):
-    (picture,) = participation(read_run(folder())).pictures
-    panel, _ = picture.panels
-    assert (panel.ylabel, panel.xlabel) == ("updates dropped", "round")
-    ((line),) = panel.lines
-    assert (line.label, line.x, line.y) == ("non-finite values", [1, 2, 3, 4], [0, 0, 1, 0])
-    # The color is that of the cells.
-    assert picture.legend == [("non-finite values", 4), ("arrived", 0)]
 
 
 def test_drops_for_other_causes_are_counted(folder):
@@ -708,17 +687,6 @@ def test_a_large_federation_fits_into_two_megabytes(folder, manifest):
     assert share["v"][3][7] == round(100 * codes[28:32, 60:80].mean(), 1)
 
 
-def test_every_section_of_a_run_is_on_its_page(folder):
-    test = {"metrics": {"test_acc": 0.5}, "checkpoint": "last.ckpt", "round": 4}
-    path = write_by_round(folder(test__json=json.dumps(test)), "1,11")
-    titles = [section.title for section in about_run(read_run(path)).sections]
-    assert titles == [
-        *("Accuracy and loss", "Traffic and time", "Hyperparameters and other metrics"),
-        *("Partition", "Participation and faults", "Clients"),
-        "Versions, seeds and config",
-    ]
-
-
 @pytest.mark.parametrize(
     ("machine", "changes", "words"),
     [
@@ -759,30 +727,25 @@ def test_runs_are_paired_by_their_seeds(folder, config):
     assert "If it contains 0" in section.text[0]
 
 
-def test_best_group_has_no_alarm_and_is_separated_by_seeds_or_not(folder):
-    def compared(**finals):
-        groups = []
-        for name, values in finals.items():
-            runs = [
-                folder(
-                    f"{name}{'-'.join(map(str, values))}-{seed}/v",
-                    (0.0, last),
-                    environment__json=json.dumps({"seed": seed}),
-                    # The update of a client was dropped in half of its rounds.
-                    client_losses__csv__gz=by_round("1,11", "2,1" + "12"[name == "lost"]),
-                )
-                for seed, last in enumerate(values)
-            ]
-            groups.append(Group(name, list(map(read_run, runs))))
+def test_best_group_has_no_alarm_and_is_separated_by_seeds_or_not(seeds):
+    def compared(**folders):
+        groups = [Group(name, list(map(read_run, each))) for name, each in folders.items()]
         return about_groups(groups).lead[-1].replace(NBSP, " ")
 
     best = "high has the best final val_acc"
-    near = compared(low=(0.1, 0.2, 0.3), high=(0.3, 0.2, 0.6))  # 0.2, 0, 0.3: half width 0.38
-    assert near == f"{best}, 0.37 ± 0.21. The seeds do not separate it from low."
-    far = compared(low=(0.1, 0.2, 0.31), high=(0.5, 0.6, 0.71))
-    assert far == f"{best}, 0.60 ± 0.11."
-    lost = compared(low=(0.1, 0.2, 0.32), high=(0.5, 0.6, 0.72), lost=(0.9, 0.9, 0.9))
-    assert lost == f"{best}, 0.61 ± 0.11. Runs with an alarm are left out."
+    low, near, far = (
+        seeds("a", 0.1, 0.2, 0.3),
+        seeds("b", 0.3, 0.2, 0.6),
+        seeds("c", 0.5, 0.6, 0.71),
+    )
+    # Differences 0.2, 0, 0.3: half width 0.38.
+    not_separated = f"{best}, 0.37 ± 0.21. The seeds do not separate it from low."
+    assert compared(low=low, high=near) == not_separated
+    assert compared(low=low, high=far) == f"{best}, 0.60 ± 0.11."
+    # The update of a client was dropped in half of its rounds.
+    lost = seeds("d", 0.9, 0.9, 0.9, client_losses__csv__gz=by_round("1,11", "2,12"))
+    left_out = f"{best}, 0.60 ± 0.11. Runs with an alarm are left out."
+    assert compared(low=low, high=far, lost=lost) == left_out
 
 
 def test_values_that_some_seeds_lack_are_marked(folder, config):
@@ -803,27 +766,6 @@ def test_values_that_some_seeds_lack_are_marked(folder, config):
     assert "% 1/v dropped clients in more than" in section.verbatim[0].content  # an alarm
 
 
-@pytest.fixture
-def three_seeds(folder):
-    """Groups by name, with the final accuracies of the seeds 0, 1 and 2."""
-
-    def make(**finals):
-        return {
-            name: [
-                folder(
-                    f"{name}/version_{i}",
-                    (0, v),
-                    environment__json=json.dumps({"seed": i}),
-                    client_losses__csv__gz=by_round("1,11", "2,11"),
-                )
-                for i, v in enumerate(values)
-            ]
-            for name, values in finals.items()
-        }
-
-    return make
-
-
 def rows_of(path):
     """The cells of a table in LaTeX."""
     lines = [line for line in path.read_text().splitlines() if line.endswith(r" \\")]
@@ -831,9 +773,9 @@ def rows_of(path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_best_mean_of_a_table_in_latex_is_bold_if_the_seeds_separate_it(three_seeds, tmp_path):
-    near = three_seeds(low=(0.1, 0.2, 0.3), high=(0.3, 0.2, 0.6))
-    far = three_seeds(a=(0.1, 0.2, 0.31), b=(0.5, 0.6, 0.71))
+def test_the_best_mean_of_a_table_in_latex_is_bold_if_the_seeds_separate_it(seeds, tmp_path):
+    near = {"low": seeds("low", 0.1, 0.2, 0.3), "high": seeds("high", 0.3, 0.2, 0.6)}
+    far = {"a": seeds("a", 0.1, 0.2, 0.31), "b": seeds("b", 0.5, 0.6, 0.71)}
     path = tmp_path / "table.tex"
     report(near, tmp_path / "page.html", latex=path)
     assert rows_of(path)[1:] == [["low", r"$0.20 \pm 0.10$"], ["high", r"$0.37 \pm 0.21$"]]
@@ -854,15 +796,15 @@ def test_the_best_mean_of_a_table_in_latex_is_bold_if_the_seeds_separate_it(thre
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_names_are_text_in_latex(three_seeds, tmp_path):
+def test_names_are_text_in_latex(seeds, tmp_path):
     path = tmp_path / "table.tex"
-    report(three_seeds(**{r"A&B_50%\x": (0.5,)}), tmp_path / "page.html", latex=path)
+    report({r"A&B_50%\x": seeds("a", 0.5)}, tmp_path / "page.html", latex=path)
     assert rows_of(path)[1][0] == r"A\&B\_50\%\textbackslash{}x"
 
 
-def test_cells_that_a_spreadsheet_would_compute_are_text(three_seeds):
-    runs = {name: [read_run(p) for p in paths] for name, paths in three_seeds(a=(0.5,)).items()}
-    page = about_groups([Group("=1+1", runs["a"]), Group("b", runs["a"])])
+def test_cells_that_a_spreadsheet_would_compute_are_text(seeds):
+    runs = [read_run(path) for path in seeds("a", 0.5)]
+    page = about_groups([Group("=1+1", runs), Group("b", runs)])
     (section,) = (section for section in page.sections if section.title == "Runs")
     assert section.verbatim[0].content.splitlines()[1].startswith("a/version_0,'=1+1,0,2,0.5,")
 

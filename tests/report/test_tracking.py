@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -13,7 +12,7 @@ from lightning_fl.callbacks import FederatedLoop, RunReport
 from lightning_fl.policies import Schedule
 from lightning_fl.report import LogFiles, tracking
 from lightning_fl.types import FederationError
-from tutorial import Net
+from tutorial import Net, trainer
 from two_classes import samples
 
 ROUNDS = 3
@@ -21,34 +20,25 @@ ROUNDS = 3
 
 def fit(folder, logger, *callbacks, module=None):
     loop = FederatedLoop(policy=Schedule(lr=0.2, num_steps=2), seed=1)
-    trainer = Trainer(
-        max_epochs=ROUNDS,
-        accelerator="cpu",
-        logger=logger,
-        callbacks=[loop, *callbacks] if callbacks else [loop, RunReport(), LogFiles()],
-        default_root_dir=folder,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit((module or Net()).double(), datamodule=samples(3))
-    return trainer
+    callbacks = callbacks or (RunReport(), LogFiles())
+    made = trainer(folder, loop, *callbacks, rounds=ROUNDS, logger=logger, log_every_n_steps=1)
+    made.fit((module or Net()).double(), datamodule=samples(3))
+    return made
 
 
-def table(trainer):
+def table(made):
     """Return the rows that a CSVLogger has written."""
-    text = Path(trainer.logger.log_dir, "metrics.csv").read_text()
+    text = Path(made.logger.log_dir, "metrics.csv").read_text()
     return list(csv.DictReader(text.splitlines()))
 
 
 def test_the_step_of_a_row_is_the_round(tmp_path):
-    trainer = fit(tmp_path, CSVLogger(tmp_path, name="csv"))
-    rows = table(trainer)
+    made = fit(tmp_path, CSVLogger(tmp_path, name="csv"))
+    rows = table(made)
     assert [float(row["step"]) for row in rows] == [1, 2, 3]
     assert [float(row["round"]) for row in rows] == [1, 2, 3]
     assert [float(row["epoch"]) for row in rows] == [0, 1, 2]
-    assert "step" not in trainer.logged_metrics
+    assert "step" not in made.logged_metrics
     assert not (tmp_path / "report.html").exists()  # other loggers get no files
 
 
@@ -61,8 +51,8 @@ class WithStep(Net):
 
 
 def test_the_step_that_a_module_logs_takes_precedence(tmp_path):
-    trainer = fit(tmp_path, CSVLogger(tmp_path, name="csv"), module=WithStep())
-    assert [float(row["step"]) for row in table(trainer)] == [100, 101, 102]
+    made = fit(tmp_path, CSVLogger(tmp_path, name="csv"), module=WithStep())
+    assert [float(row["step"]) for row in table(made)] == [100, 101, 102]
 
 
 def test_tensorboard_gets_rounds_hyperparameters_and_pictures(tmp_path):
@@ -143,8 +133,8 @@ def test_a_tracker_that_takes_no_files_does_not_fail_the_run(tmp_path, monkeypat
     logger = TensorBoardLogger(tmp_path, name="", version="")
     monkeypatch.setattr(type(logger.experiment), "add_image", lambda *a, **o: 1 / 0)
     with pytest.warns(UserWarning, match="did not accept .*png: division by zero"):
-        trainer = fit(tmp_path, logger)
-    assert trainer.current_epoch == ROUNDS
+        made = fit(tmp_path, logger)
+    assert made.current_epoch == ROUNDS
 
 
 class FailingAtOnce(Net):

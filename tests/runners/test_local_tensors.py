@@ -1,6 +1,7 @@
 """Parameters and buffers that stay with each client."""
 
 import copy
+import functools
 
 import lightning as L
 import pytest
@@ -14,30 +15,25 @@ from lightning_fl.policies import Schedule
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.runners.local_tensors import local_tensors, split_tensors
 from lightning_fl.types import FederationError
+from linear import Linear
 
 NORM = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
 
 
-class Normalized(L.LightningModule):
+class Normalized(Linear):
     """A network with BatchNorm that nothing in its name tells, and a shared step counter."""
 
     def __init__(self, local=()):
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+        net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+        super().__init__(net, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.federated_local_parameters = list(local)
         self.double()
 
     def training_step(self, batch, batch_idx):
         self.steps += 1
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+        return super().training_step(batch, batch_idx)
 
 
 def local_norm():
@@ -150,14 +146,6 @@ def test_constants_are_shared_even_if_a_pattern_matches_them():
         constants, local = split_tensors(Tied(), False, ["type:Embedding", "two.bias"])
     assert list(constants) == ["frozen.weight"]
     assert local == ["two.bias"]
-
-
-def test_tied_tensors_have_one_name():
-    module = L.LightningModule()
-    module.one, module.two = nn.Linear(2, 2), nn.Linear(2, 2)
-    module.two.weight = module.one.weight
-    module.federated_local_parameters = ["two.weight", "one.weight", "two.bias"]
-    assert local_tensors(module) == ["one.weight", "two.bias"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from grids import diagonal
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.optimizers import Adaptive, Combined, PFedMe
 from lightning_fl.policies import Schedule
-from lightning_fl.runners.client_optimizers import ClientOptimizer
 from lightning_fl.runners.optimizer import why_not_apart, why_not_elementwise
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError
@@ -84,6 +83,13 @@ def test_a_client_starts_with_a_fresh_optimizer(name, interval, update, tiny):
     found = [update(tiny(optimizer=make), *others) for others in ((2, 3), ())]
     assert found[0].abs().max() > 1e-4
     assert torch.equal(*found)
+
+
+def test_a_client_draws_the_same_batches_and_dropout_whoever_trains_before(update, tiny):
+    def dropping():
+        return nn.Sequential(nn.Linear(6, 5), nn.Dropout(), nn.Linear(5, 3))
+
+    assert torch.equal(*(update(tiny(net=dropping), *others) for others in ((2, 3), ())))
 
 
 class Halves:
@@ -364,28 +370,3 @@ def test_only_a_state_of_each_client_can_be_kept(make, is_kept):
     assert why_not_elementwise(optimizer, keep=False) is None
     why = why_not_elementwise(optimizer, keep=True)
     assert why is None if is_kept else "would share" in why
-
-
-class Scaled(torch.optim.Optimizer):
-    """SGD with a factor that a scheduler sets, and a count that it learns."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1, "rho": 1.0, "count": 0})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["count"] += 1
-
-
-def test_what_a_scheduler_sets_stays_and_what_a_step_changes_does_not():
-    optimizer = Scaled([nn.Parameter(torch.ones(2))])
-    client, (group,) = ClientOptimizer(optimizer), optimizer.param_groups
-    for rho in (0.5, 0.25):
-        client.reset()
-        client.before_step()
-        optimizer.step()
-        client.after_step()
-        group["rho"] = rho
-    client.reset()
-    assert (group["rho"], group["count"]) == (0.25, 0)
-    assert client.options()[0]["rho"] == 0.25

@@ -3,13 +3,12 @@
 import copy
 import functools
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
 from torch import nn
 
+from by_hand import Batches
 from lightning_fl.aggregators import FedNova, Scaffold
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.phases import phase_ends
@@ -19,6 +18,7 @@ from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import Phase, VectorizedClients
 from lightning_fl.runners.phases import PhasedTraining
 from lightning_fl.types import FederationError
+from linear import Linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation and test use the global model")
 HEAD, BODY = ["net.2.weight", "net.2.bias"], ["net.0.weight", "net.0.bias"]
@@ -27,24 +27,14 @@ PERSONAL = functools.partial(PFedMe, lr=0.5, personal_lr=0.1, lam=1.0, inner_ste
 FEDREP = [Phase("local", local_epochs=2), Phase("shared")]
 
 
-class Net(L.LightningModule):
+class Net(Linear):
     """A body and a head, trained with momentum and weight decay."""
 
     def __init__(self, optimizer=SGD):
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
-        self.optimizer = optimizer
+        net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+        super().__init__(net, optimizer)
         self.double()
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self):
-        return self.optimizer(self.parameters())
 
 
 @pytest.fixture
@@ -77,23 +67,10 @@ def close(one, other):
             torch.testing.assert_close(found, row, atol=1e-12, rtol=0, msg=f"{client} {name}")
 
 
-class Recorded(Callback):
-    """Notes the batches of each client and round."""
-
-    def __init__(self):
-        self.batches = {}
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        plan = trainer.callbacks[0].plan()
-        step = plan.schedule[batch_idx]
-        client = int(plan.clients[step.rows[0]])
-        self.batches.setdefault((plan.round, client), []).append(batch)
-
-
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_fedrep_by_hand(run, clip):
     """The head first with the body frozen, then the body with the head frozen."""
-    seen = Recorded()
+    seen = Batches()
     module, loop, data = run(FEDREP, callbacks=[seen], gradient_clip_val=clip)
     server, heads = Net(), {}
     for round in range(2):
@@ -101,7 +78,7 @@ def test_fedrep_by_hand(run, clip):
         for client in range(5):
             own = copy.deepcopy(server.net)
             own[2].load_state_dict(heads.get(client, Net().net[2].state_dict()))
-            batches, first = seen.batches[round, client], 2 * int(data.batches_per_epoch[client])
+            batches, first = seen.rounds[round][client], 2 * int(data.batches_per_epoch[client])
             assert len(batches) == 2 * first
             for part, work in ((own[2], batches[:first]), (own[0], batches[first:])):
                 optimizer = SGD(part.parameters())

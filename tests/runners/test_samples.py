@@ -55,21 +55,6 @@ def of_padded(batch):
     return F.pad(x.squeeze(-1).T, (0, 6 - len(x)), value=1 / len(x)), y
 
 
-def with_mask(samples):
-    return (*together(samples), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).double())
-
-
-def of_mask(batch):
-    x, y, mask = batch
-    assert mask.shape == (6,)
-    return x * mask, y
-
-
-def centered(samples):
-    x, y = together(samples)
-    return x - x.mean(0), y
-
-
 class Graphs:
     """As a batch of graphs: samples of all in one tensor, and where each begins."""
 
@@ -78,27 +63,6 @@ class Graphs:
 
     def to(self, *args, **kwargs):
         return self
-
-
-def words(samples):
-    x, y = together(samples)
-    return x, [str(int(label)) for label in y]
-
-
-def of_words(batch):
-    return batch[0], torch.tensor([int(label) for label in batch[1]])
-
-
-def offsets(samples):
-    x, y = together(samples)
-    lengths = [2 + int(label) for label in y]
-    rows = torch.cat([one.expand(n, -1) for one, n in zip(x, lengths, strict=True)])
-    return rows, torch.tensor([0, *lengths[:-1]]).cumsum(0), y
-
-
-def of_offsets(batch):
-    rows, start, y = batch
-    return torch.stack([part.mean(0) for part in rows.tensor_split(start[1:].tolist())]), y
 
 
 def packed(samples):
@@ -113,8 +77,6 @@ def of_packed(batch):
 
 MAPPED = {
     "time in front": (time_major, of_time_major),
-    "a mask of all samples": (with_mask, of_mask),
-    "centered": (centered, lambda batch: batch),
     "padded to the longest": (padded, of_padded),
     "tensors of several lengths": (
         lambda s: ([x[: 2 + int(y)] for x, y in s], together(s)[1]),
@@ -123,8 +85,6 @@ MAPPED = {
 }
 ALONE = {
     "graphs": (lambda s: Graphs(*together(s)), lambda b: (b.x, b.y)),
-    "words": (words, of_words),
-    "offsets": (offsets, of_offsets),
     "packed": (packed, of_packed),
     "none": (lambda s: (*together(s), None), lambda b: b[:2]),
 }

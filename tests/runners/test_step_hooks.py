@@ -227,24 +227,6 @@ def test_attributes_of_vectorized_clients_are_the_modules(scaled):
     assert "beta" not in vars(vectorized)
 
 
-class Batches(Callback):
-    """Counts Lightning batches."""
-
-    def __init__(self):
-        self.count = 0
-
-    def on_train_batch_end(self, *_):
-        self.count += 1
-
-
-def test_a_callback_that_follows_batches_sees_every_local_step(train, tiny, data):
-    options = {"rounds": 1, "datamodule": data(), "federation": {"policy": Schedule(num_steps=6)}}
-    batches = Batches()
-    module = tiny()
-    train(module, 50, most_steps=50, callbacks=[batches], **options)
-    assert batches.count == 6
-
-
 class Doubles(Callback):
     """Changes the samples of each batch, as mixup and normalization do."""
 

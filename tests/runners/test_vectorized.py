@@ -24,7 +24,14 @@ def uncompiled(monkeypatch):
 
 @pytest.mark.parametrize("most_steps", [1, 3])
 @pytest.mark.parametrize("lr", [0.02, 0.5])
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.5, "dampening": 0.3, "maximize": True},
+    ],
+)
 def test_a_graph_has_the_clients_rate_in_every_step(
     agree, tiny, data, uncompiled, most_steps, lr, options
 ):
@@ -53,17 +60,14 @@ class Decays(Linear):
     """Uses its second layer, if at all, in the first round only; unused weights must not decay."""
 
     def __init__(self, kind, is_used):
-        super().__init__()
-        self.extra, self.kind, self.is_used = nn.Linear(4, 3), kind, is_used
+        super().__init__(optimizer=functools.partial(kind, lr=0.1, weight_decay=0.1))
+        self.extra, self.is_used = nn.Linear(4, 3), is_used
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         if self.is_used and not self.current_epoch:
             loss = loss + self.extra(batch[0][:, :4]).square().mean()
         return loss
-
-    def configure_optimizers(self):
-        return self.kind(self.parameters(), lr=0.1, weight_decay=0.1)
 
 
 @pytest.fixture
@@ -80,6 +84,19 @@ def test_a_layer_that_is_not_used_does_not_decay(agree, tiny, data, traced, kind
     federation = {"policy": Schedule(num_steps=3)}
     options = {"datamodule": data, "federation": federation, "compile": True}
     agree(lambda: tiny(Decays, kind, is_used), (4,), **options)
+
+
+def test_a_step_with_another_number_in_each_step_is_not_compiled_for_long(
+    agree, tiny, data, traced
+):
+    class Counts(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (1 + batch_idx)
+
+    options = {"datamodule": data, "federation": {"policy": Schedule(num_steps=4)}}
+    with pytest.warns(UserWarning, match=r"steps are not compiled: .* batch_idx") as said:
+        agree(lambda: tiny(Counts), (4,), compile=True, **options)
+    assert sum("not compiled" in str(each.message) for each in said) <= 2  # shapes of batches
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
@@ -122,16 +139,12 @@ class Forked(Linear):
     """Uses one of two layers, by the size of the batch."""
 
     def __init__(self, optimizer):
-        super().__init__(nn.Identity())
-        self.optimizer = optimizer
+        super().__init__(nn.Identity(), optimizer)
         self.one, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
 
     def training_step(self, batch, batch_idx):
         layer = self.one if len(batch[1]) > 7 else self.other
         return F.cross_entropy(layer(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return self.optimizer(self.parameters())
 
 
 decayed = functools.partial(momentum, weight_decay=0.1)
