@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from lightning import LightningModule
 from torch import nn
 
 from lightning_fl import ClientModule
@@ -16,8 +15,9 @@ from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
+from linear import Linear
 from two_classes import samples
-from written_plainly import Lost, Noted, vector
+from written_plainly import Lost, Noted
 
 RATES = [1, 0.5, 0.25, 0.1]
 #: Each activation maps 0 to 0; weight decay and momentum leave zeros.
@@ -112,15 +112,6 @@ def test_rounds_are_those_of_narrow_networks(fit, net, window, lost):
     models = plainly(loop, net, RATES, lost, window == "rolling")
     for found, expected in zip(loop.models, models, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_rates_of_one_are_uniform_fedavg(fit):
-    found = []
-    for rule in (HeteroFL([1.0]), FedAvg("uniform")):
-        made = module(conv)
-        fit(made, FederatedLoop(rule, seed=1, clients_per_round=3), data(), rounds=3)
-        found.append(vector(made))
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(("net", "widths"), [(linear, (4, 3)), (conv, (3, 3))])
@@ -258,25 +249,9 @@ def test_normalization_of_groups_that_are_held_as_a_whole_is_no_harm(fit):
         fit(made, FederatedLoop(HeteroFL([0.5], window="rolling"), seed=1), data(), rounds=1)
 
 
-class WithoutForward(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = linear()
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def test_a_module_without_forward_is_refused(fit):
-    with pytest.raises(FederationError, match="implement forward in WithoutForward"):
-        fit(WithoutForward().double(), FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
+    with pytest.raises(FederationError, match="implement forward in Linear"):
+        fit(Linear(linear()).double(), FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
 
 
 def test_a_second_model_of_the_client_is_refused(fit):

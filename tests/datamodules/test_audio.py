@@ -101,6 +101,7 @@ def test_clips_are_shifted_each_by_its_own():
         inside = [v for v in row if v]
         assert inside == list(range(inside[0], inside[-1] + 1))
         first.append(inside[0] - row.index(inside[0]) - 1)
+        assert len(inside) == 100 - abs(first[-1])
     assert len(set(first)) > 10
     assert max(map(abs, first)) <= 20
 

@@ -18,7 +18,7 @@ from lightning_fl.partition import (
     QuantitySkew,
 )
 from lightning_fl.types import FederationError
-from numbered import Lists, federated, having, held, lists, numbered, rng
+from numbered import Lists, federated, fitted, having, held, lists, numbered, rng
 
 
 @settings(max_examples=40, deadline=None)
@@ -87,8 +87,7 @@ def test_holding_out_all_or_none_is_refused(val_size, count):
 
 
 def test_given_validation_samples_are_taken_and_nothing_is_held_out():
-    data = FederatedDataModule(numbered(), numbered(7), num_clients=4, val_size=0.5)
-    data.setup("fit")
+    data = fitted(FederatedDataModule(numbered(), numbered(7), num_clients=4, val_size=0.5))
     assert held(data) == list(range(7))
     assert data.num_samples.sum() == 60
 
@@ -330,9 +329,7 @@ def test_a_manifest_brings_back_the_split_and_the_validation_samples(tmp_path, l
 def test_samples_arrive_in_steps(blobs):
     def made(**options):
         options = {"num_clients": 4, "val_size": 0, "seed": 3, "batch_size": 4} | options
-        data = FederatedDataModule(blobs(), **options)
-        data.setup("fit")
-        return data
+        return fitted(FederatedDataModule(blobs(), **options))
 
     whole, data = made(), made(stream_steps=4)
     assert data.num_samples.tolist() == whole.num_samples.tolist() == [30] * 4

@@ -180,23 +180,6 @@ def test_each_client_has_an_epsilon_and_the_table_the_largest(fit):
     assert losses[-1] == pytest.approx(max(accountant.epsilons().values()), rel=1e-6)
 
 
-def test_steps_of_both_kinds_count_in_a_run_that_is_resumed_with_other_noise(fit, tmp_path):
-    expected = run(fit, made(), rounds=4)
-
-    def saved(module, rounds, path=None):
-        saver = RoundCheckpoint(dirpath=tmp_path, every_n_rounds=1)
-        trainer = {"enable_checkpointing": True, "ckpt_path": path}
-        return run(fit, module, rounds=rounds, callbacks=[saver], trainer=trainer)
-
-    saved(made(), 2)
-    loop = saved(made(seed=7, noise_multiplier=2.0), 4, tmp_path / "last.ckpt")
-    last = loop.rows[-1]["sample_epsilon"]
-    assert loop.rows[1]["sample_epsilon"] < last < expected.rows[-1]["sample_epsilon"]
-
-
-# --- randomness -----------------------------------------------------------------------------------
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
