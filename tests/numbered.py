@@ -61,6 +61,11 @@ def lists(parts):
     return [part.tolist() for part in parts]
 
 
+def counts(parts, labels):
+    """Samples of each class and client, [clients, classes]."""
+    return torch.stack([labels[part].bincount(minlength=int(labels.max()) + 1) for part in parts])
+
+
 class Lists(Dataset):
     """Samples are lists; labels are an attribute."""
 

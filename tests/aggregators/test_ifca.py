@@ -103,8 +103,6 @@ def test_networks_that_cannot_be_drawn_anew_are_refused(fit):
 
     with pytest.raises(FederationError, match="implement reset_parameters"):
         fit(ClientModule(Fixed()), FederatedLoop(IFCA(2), seed=1), groups(), rounds=1)
-    with pytest.raises(FederationError, match="clusters"):
-        IFCA(0)
 
 
 def test_update_transforms_are_refused(fit):

@@ -122,10 +122,6 @@ def test_masks_change_what_they_should():
     assert changed.any((1, 2, 3)).float().mean() > 0.5
     assert not changed.all((1, 2, 3)).any()
     assert torch.equal(Augment(mask=0).spectrograms(x, torch.rand(40, 7)), x)
-    with pytest.raises(FederationError, match="time_shift"):
-        Augment(time_shift=2.0)
-    with pytest.raises(FederationError, match="mask"):
-        Augment(mask=-1)
 
 
 def test_masks_have_all_widths_up_to_their_maximum():
@@ -236,17 +232,9 @@ def test_what_is_missing_is_named_with_the_remedy(tmp_path, digits, commands):
         SpeechCommands(str(commands), keywords=["yes", "no"]).setup("test")
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"seconds": 0}, "seconds"),
-        ({"image_size": 0}, "image_size"),
-        ({"cache_features": True, "augment": Augment()}, "cache_features"),
-    ],
-)
-def test_wrong_options_are_refused(options, named):
-    with pytest.raises(FederationError, match=named):
-        SpokenDigits(**options)
+def test_wrong_options_are_refused():
+    with pytest.raises(FederationError, match="cache_features"):
+        SpokenDigits(cache_features=True, augment=Augment())
     with pytest.raises(FederationError, match="keywords"):
         SpeechCommands(keywords=["yes", "yes"])
 

@@ -70,3 +70,10 @@ def test_too_few_bits_are_refused_and_the_message_names_enough(clients):
     assert largest_integer(needed, clients) >= 1
     with pytest.raises(FederationError, match=f"at least {needed}, "):
         largest_integer(needed - 1, clients)
+
+
+def test_rows_are_not_changed():
+    rows, weights = addends(torch.float64)
+    before = rows.clone()
+    total_of(rows, weights, 12)
+    assert torch.equal(rows, before)
