@@ -15,8 +15,8 @@ from lightning_fl.aggregators import AFL, PowerOfChoice
 from lightning_fl.objectives import FedLC, Proximal
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
+from mlp import MATCHED
 
-MATCHED = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
 CANDIDATES = [{"num_steps": 1}, {"num_steps": 3}]
 GRID = {"lr": [0.05, 0.1], "num_steps": [1, 2, 3]}
 #: Options of those that need some.
