@@ -624,6 +624,7 @@ NOT_VECTORIZED = {
 }
 if find_spec("opacus"):
     NOT_VECTORIZED["DPSGD"] = "boolean mask"
+    LONG += ("DPSGD",)
     ROWS["DPSGD"] = lambda root: row(
         DPSGD(nn.Linear(FEATURES, CLASSES), batch_size=6, delta=0.01, optimizer=SGD),
         samples(batch_size=None),

@@ -17,6 +17,7 @@ from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 from linear import Linear
 from two_classes import samples
+from written import Written
 from written_plainly import Lost, Noted
 
 RATES = [1, 0.5, 0.25, 0.1]
@@ -173,21 +174,8 @@ def stacked(*middle):
     return nn.Sequential(nn.Linear(4, 6), *middle, nn.Linear(6, 2))
 
 
-class Forward(nn.Module):
-    """Layers whose order or use is in forward."""
-
-    def __init__(self, forward, **layers):
-        super().__init__()
-        self.run = forward
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, x):
-        return self.run(self, x)
-
-
 def reversed_order():
-    return Forward(
+    return Written(
         lambda net, x: net.c(net.a(net.b(x).relu()).relu()),
         a=nn.Linear(4, 4),
         b=nn.Linear(4, 4),
@@ -196,7 +184,7 @@ def reversed_order():
 
 
 def skips():
-    return Forward(
+    return Written(
         lambda net, x: net.c(net.b(net.a(x).relu()).relu()) + net.a(x)[:, 2:],
         a=nn.Linear(4, 4),
         b=nn.Linear(4, 4),
@@ -208,7 +196,7 @@ def recurrent():
     def run(net, x):
         return net.last(net.lstm(x[:, None])[0][:, 0])
 
-    return Forward(run, lstm=nn.LSTM(4, 6), last=nn.Linear(6, 2))
+    return Written(run, lstm=nn.LSTM(4, 6), last=nn.Linear(6, 2))
 
 
 def frozen():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fl.aggregators import PFNM, FedAvg, StreamingPFNM
+from lightning_fl.aggregators import PFNM, StreamingPFNM
 from lightning_fl.aggregators.matching.pfnm_streaming import LayerPosterior
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.functional.networks import MatchingOptions, NetworkPosterior, match_networks
@@ -127,12 +127,3 @@ def test_networks_that_go_on_alone(fit, data):
     fit(module(), FederatedLoop(aggregator=rule), data(stream_steps=3))
     for client, net in enumerate(rule.ends):
         assert torch.equal(rule.module_chain.pack(net), rule.starts[client])
-
-
-def test_a_stream_without_matching(fit, data):
-    """Arrivals belong to the data: any rule sees the round's samples alone."""
-    samples = data(stream_steps=3)
-    loop = fit(module(), FederatedLoop(aggregator=FedAvg()), samples, rounds=4)
-    each = [sum(map(len, parts)) for parts in samples.split.stream_steps]
-    assert [row["num_samples"] for row in loop.rows] == [*each, each[0]]
-    assert sum(each) == len(samples.train)

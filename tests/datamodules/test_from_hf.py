@@ -174,13 +174,6 @@ def test_a_selection_keeps_its_own_order():
     assert data.class_labels.tolist() == rows["label"]
 
 
-def test_splits_of_a_dictionary():
-    parts = datasets.DatasetDict(train=numbers(), validation=numbers(10), test=numbers(8))
-    data = fitted(FromHuggingFace(parts, input="x", num_clients=3, label="label"))
-    data.setup("test")
-    assert [len(each) for each in (data.train, data.val, data.test)] == [60, 10, 8]
-
-
 def test_rows_of_the_server_need_no_client():
     val, test = numbers(5).remove_columns("site"), numbers(8).remove_columns("site")
     parts = datasets.DatasetDict(train=numbers(), validation=val, test=test)
@@ -273,24 +266,3 @@ def test_keys_that_are_numbers_are_in_their_order():
         )
     )
     assert data.client_names == ["9 and 1 more", "10"]
-
-
-def test_a_saved_folder_is_read(tmp_path):
-    numbers().train_test_split(0.2, seed=0).save_to_disk(tmp_path / "saved")
-    data = FromHuggingFace(str(tmp_path / "saved"), input="x", partition_by="site", num_clients=4)
-    data.setup()
-    assert (len(data.train), len(data.test), len(data.parts)) == (48, 12, 4)
-
-
-def test_a_transform_gets_what_the_package_decodes():
-    seen = []
-    data = fitted(
-        FromHuggingFace(
-            images()[0],
-            label="character",
-            transform=lambda x: seen.append(type(x)) or torch.zeros(2),
-            num_clients=3,
-        )
-    )
-    assert data.train[0][0].shape == (2,)
-    assert issubclass(seen[0], Image.Image)

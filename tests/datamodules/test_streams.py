@@ -149,28 +149,21 @@ def test_a_loader_with_workers_is_a_stream(train):
     assert by_owner(module.read) == [list(range(2 * n)) for n in SIZES.values()]
 
 
-@pytest.mark.parametrize("group_size", [None, 3])
-def test_an_interrupted_run_resumes_bit_for_bit(train, tmp_path, group_size):
-    def go(module, rounds=4, **options):
-        user = module if group_size is None else VectorizedClients(module, group_size)
+def test_an_interrupted_run_resumes_bit_for_bit(train, tmp_path):
+    def go(module, **options):
         callbacks = [RoundCheckpoint(tmp_path), PersonalizedEvaluation(steps=2, every_n_rounds=2)]
         options |= {"callbacks": callbacks, "enable_checkpointing": True}
-        train(streams(with_tests=True), user, rounds, **options)
+        train(streams(with_tests=True), module, 4, **options)
         return torch.cat([p.detach().flatten() for p in module.parameters()]), callbacks[1].rows
 
-    is_alone = group_size is None
-    whole, rows = go(Reading(notes=is_alone))
-    if is_alone:
-        with pytest.raises(SystemExit):
-            go(Reading(fail_after=21))  # in the last step of the third round
-    else:
-        go(Reading(notes=False), rounds=2)
-    module = Reading(notes=is_alone)
+    whole, rows = go(Reading())
+    with pytest.raises(SystemExit):
+        go(Reading(fail_after=21))  # in the last step of the third round
+    module = Reading()
     resumed, again = go(module, ckpt_path=tmp_path / "last.ckpt")
     assert torch.equal(whole, resumed)
     assert rows == again
-    if is_alone:
-        assert by_owner(module.read) == [list(range(2 * n, 4 * n)) for n in SIZES.values()]
+    assert by_owner(module.read) == [list(range(2 * n, 4 * n)) for n in SIZES.values()]
 
 
 @pytest.mark.parametrize("kind", [Once, Stream])

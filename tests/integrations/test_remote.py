@@ -7,9 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import nn
 
-from apart import CPU, ROUNDS, assert_same, by_the_loop, federation, made, replies_of, run, train
+from apart import (
+    CPU,
+    ROUNDS,
+    assert_same,
+    by_the_loop,
+    federation,
+    made,
+    net,
+    replies_of,
+    run,
+    train,
+)
 from lightning_fl.aggregators import PFNM, FedAdam, FedBuff, Scaffold
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import Kept, file_of
@@ -24,7 +34,7 @@ LOST = {(0, 2), (1, 2), (2, 2), (1, 0)}
 
 
 def module():
-    return ClientModule(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double())
+    return ClientModule(net())
 
 
 class Learning(HyperparameterPolicy):

@@ -12,13 +12,11 @@ from lightning_fl.aggregators import FedAdam, Scaffold
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
 from lightning_fl.contracts.plan import Cohort
 from lightning_fl.functional.privacy import clipped_sum, epsilon, sample_epsilon
-from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.objectives import DPSGD, SampleAccountant
 from lightning_fl.optimizers import PFedMe
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.types import FederationError
 from two_classes import samples
-from written_plainly import vector
 
 pytest.importorskip("opacus", reason='needs pip install ".[privacy]"')
 SGD = partial(torch.optim.SGD, lr=0.3)
@@ -216,11 +214,8 @@ def test_without_noise_clipping_and_drawing_it_is_sgd():
         torch.testing.assert_close(found[name], p.grad, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("noise", [1.0, 2.0])
-def test_a_resumed_run_has_the_bits_and_the_loss_of_an_uninterrupted_one(fit, tmp_path, noise):
-    """With other noise from then on, both kinds of steps count."""
-    whole, second = made(), made(seed=7, noise_multiplier=noise)
-    expected = run(fit, whole, rounds=4)
+def test_steps_of_both_kinds_count_in_a_run_that_is_resumed_with_other_noise(fit, tmp_path):
+    expected = run(fit, made(), rounds=4)
 
     def saved(module, rounds, path=None):
         saver = RoundCheckpoint(dirpath=tmp_path, every_n_rounds=1)
@@ -228,27 +223,6 @@ def test_a_resumed_run_has_the_bits_and_the_loss_of_an_uninterrupted_one(fit, tm
         return run(fit, module, rounds=rounds, callbacks=[saver], trainer=trainer)
 
     saved(made(), 2)
-    loop = saved(second, 4, tmp_path / "last.ckpt")
-    if noise == 1.0:
-        assert torch.equal(vector(second), vector(whole))
-        assert loop.rows == expected.rows
-    else:
-        last = loop.rows[-1]["sample_epsilon"]
-        assert loop.rows[1]["sample_epsilon"] < last < expected.rows[-1]["sample_epsilon"]
-
-
-def test_random_numbers_depend_on_seed_round_and_client_alone(fit):
-    """Each client starts its own stream, whoever trains before it."""
-    states = []
-
-    class Noted(DPSGD):
-        def training_step(self, batch, batch_idx):
-            if not batch_idx:
-                states.append(torch.get_rng_state())
-            return super().training_step(batch, batch_idx)
-
-    module = Noted(nn.Linear(4, 2), batch_size=6, delta=0.01, optimizer=SGD).double()
-    run(fit, module, rounds=1, clients_per_round=5)
-    for client in range(5):
-        random = generator(1, RandomStream.CLIENT, 0, client)
-        assert any(torch.equal(random.get_state(), state) for state in states)
+    loop = saved(made(seed=7, noise_multiplier=2.0), 4, tmp_path / "last.ckpt")
+    last = loop.rows[-1]["sample_epsilon"]
+    assert loop.rows[1]["sample_epsilon"] < last < expected.rows[-1]["sample_epsilon"]

@@ -22,6 +22,7 @@ from lightning_fl.objectives import (
 )
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
+from written import Written
 
 
 def mlp():
@@ -332,19 +333,6 @@ def test_theta_belongs_to_the_client(federation):
 
 
 # --- any network ----------------------------------------------------------------------------------
-
-
-class Written(nn.Module):
-    """A network with layers of its own and a forward that a test gives it."""
-
-    def __init__(self, forward, **layers):
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self.run = forward
-
-    def forward(self, x):
-        return self.run(self, x)
 
 
 def flat_net(nonlinearity):
@@ -701,32 +689,11 @@ def test_compiled_vectorized_training_changes_nothing(federation, flat, recwarn,
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
-class Functional(nn.Module):
-    """Writes its non-linearities and its pooling as functions, and has a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(2, 3, 5), nn.Linear(48, 3)
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        x = torch.sigmoid(F.max_pool2d(self.conv(x * self.scale), 2))
-        return self.head(F.leaky_relu(x, 0.3).flatten(1))
-
-
-def test_functions_and_parameters_of_the_net_itself_are_seen():
-    x = images()
-    module, fixed = matched(Functional, x)
-    outputs, trace = module.recorder(x)
-    torch.testing.assert_close(outputs, module.net(x))
-    assert [tuple(a.shape[1:]) for a in trace.activations] == [
-        (2, 12, 12),
-        (3, 4, 4),
-        (3, 4, 4),
-        (3,),
-    ]
-    slope = module.recorder.points[2].nonlinearity(torch.tensor(-1.0))
-    assert slope.item() == pytest.approx(-0.3)
-    other = module.recorder.fixed({**fixed, "net.scale": torch.full((1,), 2.0).double()}, x)
-    assert not torch.allclose(other.activations[1], module.recorder.fixed(fixed, x).activations[1])
-    assert module.net.scale.item() == 1
+def test_parameters_of_the_net_itself_are_those_of_the_fixed_model():
+    layers = {"scale": nn.Parameter(torch.ones(1)), "top": nn.Linear(6, 3)}
+    net, x = Written(lambda net, x: net.top(torch.relu(x * net.scale)), **layers), torch.ones(2, 6)
+    recorder = Recorder(net)
+    params = {f"net.{name}": p.detach() for name, p in net.named_parameters()}
+    trace = recorder.fixed(params | {"net.scale": torch.full((1,), 3.0)}, x)
+    assert torch.equal(trace.activations[1], 3 * x)
+    assert torch.equal(recorder(x)[1].activations[1], x)
