@@ -433,25 +433,19 @@ def test_every_form_of_max_pooling_is_reversed(name):
 
 def test_how_a_sum_is_written_does_not_matter():
     """A pooling that a branch goes around is not reversed."""
-    losses = []
-    for first in (True, False):
-
-        def forward(net, x, first=first):
-            h = F.relu(net.a(x))
-            both = net.b(h) + F.max_pool2d(h, 2) if first else F.max_pool2d(h, 2) + net.b(h)
-            return net.top(F.relu(both).flatten(1))
-
-        def make(forward=forward):
-            return Written(
-                forward,
-                a=nn.Conv2d(2, 3, 3, padding=1),
-                b=nn.Conv2d(3, 3, 3, padding=1, stride=2),
-                top=nn.Linear(108, 3),
-            )
-
+    x, losses = images(), []
+    for both in (
+        lambda net, h: net.b(h) + F.max_pool2d(h, 2),
+        lambda net, h: F.max_pool2d(h, 2) + net.b(h),
+    ):
         torch.manual_seed(5)
-        x = images()
-        module, fixed = matched(make, x)
+        net = Written(
+            lambda net, x, both=both: net.top(F.relu(both(net, F.relu(net.a(x)))).flatten(1)),
+            a=nn.Conv2d(2, 3, 3, padding=1),
+            b=nn.Conv2d(3, 3, 3, padding=1, stride=2),
+            top=nn.Linear(108, 3),
+        )
+        module, fixed = matched(lambda net=net: net, x)
         assert module.recorder.points[2].unpool_first == ()
         losses.append(found(module, fixed, x)[0])
     torch.testing.assert_close(*losses, atol=1e-12, rtol=0)

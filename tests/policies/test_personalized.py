@@ -12,9 +12,10 @@ from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, RunReport
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.round import Round
-from lightning_fl.policies import PersonalizedPolicyGradient
+from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.samplers import PoissonSampler
 from lightning_fl.types import FederationError, Feedback, RoundPlan
+from written_plainly import Lost
 
 TWO = [{"lr": 0.1, "num_steps": 2}, {"lr": 0.3, "num_steps": 5}]
 RAW = {"floor": 0.0, "baseline": False, "normalize": False}
@@ -109,6 +110,17 @@ def test_a_round_that_samples_nobody_teaches_nothing(fit, data, method):
     fit(module, loop, data())
     assert not policy.logits.any()
     assert not policy.means.any()
+
+
+def test_a_policy_hears_which_clients_were_dropped(simulate):
+    heard = []
+
+    class Listens(Schedule):
+        def update(self, feedback):
+            heard.append(feedback.dropped)
+
+    simulate(Lost(2), policy=Listens(num_steps=1), rounds=1)
+    assert heard == [{2: "crashed"}]
 
 
 # --- in a federation ------------------------------------------------------------------------------
