@@ -126,6 +126,7 @@ def test_rounds_are_the_authors_program():
         found, wanted = rule.models_for(ids), torch.tensor(models, dtype=torch.float64)
         torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
         assert sorted(rule.clusters()) == clusters
+        assert rule.metrics()["clusters"] == len(clusters)
         torch.testing.assert_close(server, wanted.mean(0), atol=1e-12, rtol=0)
     parents, rounds = rule.tree.T.tolist()
     assert parents == [-1, 0, 0, 1]

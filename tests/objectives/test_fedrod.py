@@ -4,13 +4,25 @@ import pytest
 import torch
 from torch import nn
 
-from by_hand import assert_equal, cross_entropy, forward, gradient, module, moved, network, simulate
-from lightning_fl import ClientModule, FederatedLoop
+from by_hand import (
+    assert_equal,
+    cross_entropy,
+    forward,
+    gradient,
+    module,
+    moved,
+    network,
+    sgd,
+    simulate,
+)
+from lightning_fl import ClientModule, FederatedLoop, VectorizedClients
 from lightning_fl.callbacks import PersonalizedEvaluation
 from lightning_fl.functional.calibration import balanced_logits
 from lightning_fl.objectives import FedRoD
+from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
+from two_classes import samples
 
 HEAD = "parameter.terms.0.head."
 
@@ -104,6 +116,20 @@ def test_clients_are_fine_tuned_with_their_own_class_counts(fit, data):
     expected = [samples.class_labels[part].bincount(minlength=3).tolist() for part in parts]
     assert len(parts) == 4
     assert seen[3:] == expected  # after the local steps of three clients
+
+
+def test_padded_samples_do_not_train_the_head(fit):
+    heads = []
+    for group in (None, 3):
+        torch.manual_seed(0)
+        made = ClientModule(nn.Sequential(nn.Linear(4, 2, bias=False)), [FedRoD()], sgd()).double()
+        user = made if group is None else VectorizedClients(made, group, compile=False)
+        loop = FederatedLoop(policy=Schedule(num_steps=4), seed=0)
+        data = samples(3, batch_size=5, partition=Dirichlet(0.5, min_size=3))
+        fit(user, loop, data, rounds=2)
+        heads.append(torch.stack([loop.store.get(client)[HEAD + "weight"] for client in range(3)]))
+    torch.testing.assert_close(*heads, rtol=0, atol=1e-12)
+    assert len(set(data.num_samples.tolist())) > 1
 
 
 def test_equal_counts_do_not_change_the_gradient_and_missing_classes_get_none():
