@@ -11,13 +11,7 @@ from torch import nn
 
 from layouts import N_TEST, N_TRAIN, cifar_layout, mnist_layout
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import (
-    CIFAR10,
-    MNIST,
-    Digits,
-    FashionMNIST,
-    ImageDataModule,
-)
+from lightning_fl.datamodules import CIFAR10, MNIST, Digits, FashionMNIST, ImageDataModule
 from lightning_fl.datamodules.speech_commands import SpeechCommands
 from lightning_fl.datamodules.spoken_digits import SpokenDigits
 from lightning_fl.objectives import ClientModule

@@ -10,13 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    Dataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop

@@ -9,14 +9,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules.splits import hold_out, labels_of
-from lightning_fl.partition import (
-    IID,
-    ByLabel,
-    Dirichlet,
-    FromManifest,
-    Natural,
-    QuantitySkew,
-)
+from lightning_fl.partition import IID, ByLabel, Dirichlet, FromManifest, Natural, QuantitySkew
 from lightning_fl.types import FederationError
 from numbered import Lists, federated, fitted, having, held, lists, numbered, rng
 

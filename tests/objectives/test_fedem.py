@@ -13,10 +13,7 @@ from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.functional.mixture import (
-    log_responsibilities,
-    mixture_log_probabilities,
-)
+from lightning_fl.functional.mixture import log_responsibilities, mixture_log_probabilities
 from lightning_fl.objectives import FedEM
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
