@@ -1,6 +1,5 @@
 """What happens to a server and its clients when something is lost, damaged or wrong."""
 
-import os
 import re
 from dataclasses import replace
 
@@ -27,6 +26,7 @@ from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.objectives import ClientModule
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.types import FederationError
+from payload import Payload
 from two_classes import samples
 
 #: Rounds and clients whose reply is lost.
@@ -101,16 +101,6 @@ def test_client_keeps_the_states_of_its_last_used_and_its_last_update(tmp_path):
     assert kept.at(0) == {}
     kept.after(16, 17, {"c": torch.ones(1)}).write(tmp_path / "client.pt")
     assert Kept.read(tmp_path / "client.pt").at(17)["c"] == 1
-
-
-class Payload:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.path),))
 
 
 def of_torch(content):
