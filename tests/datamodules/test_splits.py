@@ -366,6 +366,14 @@ def test_targets_that_are_not_finite_are_refused(value):
         federated(TensorDataset(torch.arange(60.0), y), partition=Dirichlet())
 
 
+def test_natural_clients_hold_what_validation_leaves_of_their_samples():
+    keys = torch.arange(60) // 15
+    data = federated(partition=Natural(), keys=keys, val_size=0.25)
+    for client, part in enumerate(data.parts):
+        assert set(keys[part].tolist()) == {client}
+    assert sorted([*torch.cat(data.parts).tolist(), *held(data)]) == list(range(60))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32])
 def test_labels_may_be_integers_of_any_type(dtype):
     if dtype in (torch.uint16, torch.uint32) and torch.__version__ < "2.11":
