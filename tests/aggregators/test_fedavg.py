@@ -1,4 +1,4 @@
-"""Federated averaging: by hand, beside numpy, and what an average is."""
+"""Federated averaging: by hand, and what an average is."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""SCAFFOLD: the algorithm written plainly, limit cases, every way of training, and resuming."""
+"""SCAFFOLD: the algorithm written plainly, limit cases, and what is not sent."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Masks of narrower networks and the mean over holders, entry by entry."""
+"""Units of narrower networks."""
 
 import math
 

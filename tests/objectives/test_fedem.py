@@ -1,4 +1,4 @@
-"""FedEM: E steps by brute force, whole rounds, its limit case, vectorized, resumes, groups."""
+"""FedEM: E steps by brute force, whole rounds, its limit case, and what it refuses."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""A discrete Gaussian that learns: probabilities, gradients, updates, and that it finds optima."""
+"""A discrete Gaussian that learns: probabilities, gradients, updates, and rewards."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Personalized policies: draws, updates by hand, contributions by brute force, learning."""
+"""Personalized policies: draws, updates by hand, contributions by brute force."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Compression between client and server: error feedback, bytes, federations, resume, vectorized."""
+"""Compression between client and server: error feedback, bytes, and what the server gets."""
 
 import pytest
 import torch
