@@ -304,6 +304,15 @@ def test_the_validation_loss_is_summed_in_single_precision(fit, data, precision)
     assert module.trainer.callback_metrics["val_loss"].item() == pytest.approx(expected, rel=1e-6)
 
 
+def test_weights_of_samples_make_a_weighted_mean(module, blobs):
+    x, y = blobs(7).tensors
+    made = module()
+    made._sample_weight = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0]).double()
+    losses = cross_entropy(*own(made), x, y)[0]
+    expected = losses[0] / 2 + losses[1] / 4 + losses[2] / 4
+    torch.testing.assert_close(made.training_step((x, y), 0).detach(), expected)
+
+
 class Regression(ClientModule):
     """Another task: the loss is another function of the same batch."""
 
