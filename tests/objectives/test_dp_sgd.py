@@ -12,6 +12,7 @@ from lightning_fl.aggregators import FedAdam, Scaffold
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
 from lightning_fl.contracts.plan import Cohort
 from lightning_fl.functional.privacy import clipped_sum, epsilon, sample_epsilon
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.objectives import DPSGD, SampleAccountant
 from lightning_fl.optimizers import PFedMe
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
@@ -226,3 +227,20 @@ def test_steps_of_both_kinds_count_in_a_run_that_is_resumed_with_other_noise(fit
     loop = saved(made(seed=7, noise_multiplier=2.0), 4, tmp_path / "last.ckpt")
     last = loop.rows[-1]["sample_epsilon"]
     assert loop.rows[1]["sample_epsilon"] < last < expected.rows[-1]["sample_epsilon"]
+
+
+def test_random_numbers_depend_on_seed_round_and_client_alone(fit):
+    """Each client starts its own stream, whoever trains before it."""
+    states = []
+
+    class Noted(DPSGD):
+        def training_step(self, batch, batch_idx):
+            if not batch_idx:
+                states.append(torch.get_rng_state())
+            return super().training_step(batch, batch_idx)
+
+    module = Noted(nn.Linear(4, 2), batch_size=6, delta=0.01, optimizer=SGD).double()
+    run(fit, module, rounds=1, clients_per_round=5)
+    for client in range(5):
+        random = generator(1, RandomStream.CLIENT, 0, client)
+        assert any(torch.equal(random.get_state(), state) for state in states)
