@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from torch import nn
 from torch.utils.data import Subset
 
 from lightning_fl.callbacks import FederatedLoop
@@ -17,6 +18,10 @@ ROUNDS = 4
 CPU = {"accelerator": "cpu"}
 #: Options of the loop that the server and its clients both have.
 BOTH = ("buffers", "local_parameters")
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
 
 
 def replies_of(clients, tasks, kept):

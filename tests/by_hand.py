@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_fl import VectorizedClients
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.partition import Dirichlet, Shards
@@ -24,6 +24,10 @@ def network(batchnorm):
 
 def sgd(**options):
     return functools.partial(torch.optim.SGD, lr=LR, **options)
+
+
+def module(*terms, batchnorm=True, optimizer=None, **options):
+    return ClientModule(network(batchnorm), terms, optimizer or sgd(**options)).double()
 
 
 def skewed():
@@ -74,6 +78,10 @@ def federation(
     callbacks = [*watchers, *callbacks]
     fit(user, loop, datamodule, rounds=rounds, callbacks=callbacks, **trainer or {})
     return loop, seen.rounds, datamodule
+
+
+def copied(tensors):
+    return {name: t.clone() for name, t in tensors.items()}
 
 
 def start(net):

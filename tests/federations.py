@@ -515,6 +515,9 @@ ROWS = {
     "FlexLoRA": lambda root: row(Adapted(2), aggregator=FlexLoRA(RANKS), policy=Uneven()),
     "ZeroPadding": lambda root: row(Adapted(2), aggregator=ZeroPadding(RANKS, "norm")),
     "FedEM": lambda root: row(FedEM(nn.Linear(FEATURES, CLASSES), 2, SGD), clients_per_round=3),
+    "FedEM, Gossip": lambda root: row(
+        FedEM(nn.Linear(FEATURES, CLASSES), 2, SGD), aggregator=Gossip("ring")
+    ),
     "AdaptiveMu, frozen layers": lambda root: row(
         frozen(Proximal(0.1)),
         policy=AdaptiveMu(0.5, policy=Schedule(num_steps=2), patience=1),
@@ -624,6 +627,7 @@ NOT_VECTORIZED = {
 }
 if find_spec("opacus"):
     NOT_VECTORIZED["DPSGD"] = "boolean mask"
+    LONG += ("DPSGD",)
     ROWS["DPSGD"] = lambda root: row(
         DPSGD(nn.Linear(FEATURES, CLASSES), batch_size=6, delta=0.01, optimizer=SGD),
         samples(batch_size=None),

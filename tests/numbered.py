@@ -16,15 +16,16 @@ def numbered(n=60, classes=3):
     return TensorDataset(torch.arange(n, dtype=torch.float64), torch.arange(n) % classes)
 
 
-def federated(train=None, *, val_size=0, num_clients=4, **options):
-    data = FederatedDataModule(
-        numbered() if train is None else train,
-        num_clients=num_clients,
-        val_size=val_size,
-        **options,
-    )
+def fitted(data):
+    """Return a data module that is set up for a fit."""
     data.setup("fit")
     return data
+
+
+def federated(train=None, *, val_size=0, num_clients=4, **options):
+    train = numbered() if train is None else train
+    options |= {"num_clients": num_clients, "val_size": val_size}
+    return fitted(FederatedDataModule(train, **options))
 
 
 def rng(seed=0):
@@ -58,6 +59,11 @@ def held(data):
 
 def lists(parts):
     return [part.tolist() for part in parts]
+
+
+def counts(parts, labels):
+    """Samples of each class and client, [clients, classes]."""
+    return torch.stack([labels[part].bincount(minlength=int(labels.max()) + 1) for part in parts])
 
 
 class Lists(Dataset):

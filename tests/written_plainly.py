@@ -3,12 +3,10 @@
 import copy
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from torch.utils.data import TensorDataset
+from lightning.pytorch import Callback
 
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.policies import Schedule
 
 LR = 0.2
@@ -78,31 +76,3 @@ def loss_and_gradient(point, x, y):
 def samples_of(data, client):
     """All training samples of a client."""
     return tuple(t[data.parts[client]] for t in data.train.tensors)
-
-
-class Quadratic(LightningModule):
-    """Each client's loss is a quadratic with its own curvature and optimum."""
-
-    def __init__(self, lr=0.1):
-        super().__init__()
-        self.w, self.lr = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)), lr
-
-    def training_step(self, batch, batch_idx):
-        curvature, optimum = batch
-        return (curvature / 2 * (self.w - optimum) ** 2).mean()
-
-    def federated_losses(self, batch):
-        curvature, optimum = batch
-        return curvature / 2 * (self.w - optimum) ** 2
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-def quadratics(curvature, optimum):
-    """Clients with one sample each."""
-    train = TensorDataset(*(torch.tensor(t, dtype=torch.float64) for t in (curvature, optimum)))
-    return FederatedDataModule(train, train, num_clients=len(curvature), batch_size=1, seed=0)

@@ -12,15 +12,7 @@ from lightning_fl.policies import Schedule
 from lightning_fl.samplers import AFLSampler
 from lightning_fl.types import FederationError
 from two_classes import samples
-from written_plainly import (
-    LR,
-    Lost,
-    Noted,
-    loss_and_gradient,
-    module,
-    samples_of,
-    vector,
-)
+from written_plainly import LR, Lost, Noted, loss_and_gradient, module, samples_of, vector
 
 
 def sampled(gamma=0.05, kind=Noted, **options):

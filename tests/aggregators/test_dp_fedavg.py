@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 from scipy import stats
 
@@ -161,17 +160,7 @@ def test_rounds_of_nobody_are_rounds(simulate, monkeypatch):
     monkeypatch.setattr(dp_fedavg, "epsilon", lambda *_: 1.0)
     rule = DPFedAvg(noise_multiplier=1.0)
     options = {"clients_per_round": 1, "clients": 8, "sampler": PoissonSampler(), "rounds": 12}
-    before, moved = [], []
-
-    class Look(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            before.append(torch.cat([p.detach().clone().flatten() for p in pl_module.parameters()]))
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            now = torch.cat([p.detach().flatten() for p in pl_module.parameters()])
-            moved.append(float((now - before[-1]).norm()))
-
-    _, loop = simulate(Look(), aggregator=rule, **options)
+    _, loop = simulate(aggregator=rule, **options)
     counts = [row["clients"] for row in loop.rows]
     assert 0 < counts.count(0) < 12
     for row in loop.rows:
@@ -179,7 +168,7 @@ def test_rounds_of_nobody_are_rounds(simulate, monkeypatch):
             assert (row["num_samples"], row["num_steps"], row["bytes_up"]) == (0, 0, 0)
             assert (row["dropped"], row["bytes_down"]) == (0, 0)
     assert rule.ledger == [(1.0, 12)]
-    assert all(distance > 0 for distance in moved)
+    assert len({row["val_loss"] for row in loop.rows}) == 12
 
 
 def test_a_round_in_which_everyone_is_lost_has_its_noise(simulate):

@@ -11,7 +11,7 @@ from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.functional.attention import attention, squared_distances
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import ClientUpdate, Cohort
 from two_classes import samples
 from written_plainly import LR, Lost, Noted, loss_and_gradient, module, vector
 
@@ -106,10 +106,3 @@ def test_one_client_and_models_of_zero_have_finite_weights(similarity):
     assert attention(torch.ones(1, 2), 0.5, 1.0, similarity).tolist() == [[0.0]]
     found = attention(torch.zeros(3, 2), 0.5, 1.0, similarity)
     torch.testing.assert_close(found, 0.25 * (1 - torch.eye(3, dtype=torch.float64)))
-
-
-def test_weights_that_could_be_negative_are_refused():
-    with pytest.raises(FederationError, match="strength"):
-        FedAMP(strength=1.1)
-    with pytest.raises(FederationError, match="sigma"):
-        FedAMP(sigma=0.0)

@@ -1,11 +1,10 @@
-"""Federated averaging: by hand, beside numpy, and what an average is."""
+"""Federated averaging: by hand, and what an average is."""
 
 import pytest
 import torch
 
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.contracts.context import Federation
-from lightning_fl.functional.averaging import weighted_mean
 from lightning_fl.types import ClientUpdate, Cohort
 
 
@@ -90,19 +89,3 @@ def test_a_released_rule_holds_no_update_and_starts_anew(clients):
         rule.release()
         assert rule._computed is None
         assert not rule.total._waiting
-
-
-def test_it_is_the_papers_algorithm():
-    """McMahan et al. (2017), Algorithm 1, with n_k / n over the clients of the round."""
-    generator = torch.Generator().manual_seed(0)
-    server = torch.randn(5, generator=generator, dtype=torch.float64)
-    rule = FedAvg()
-    for t in range(3):
-        models = torch.randn(4, 5, generator=generator, dtype=torch.float64)
-        samples = torch.tensor([1, 2, 3, 4 + t])
-        rule.start(server)
-        for client in range(4):
-            delta = models[client : client + 1] - server
-            rule.update(ClientUpdate(torch.tensor([client]), delta, samples[client : client + 1]))
-        server = rule.compute()
-        torch.testing.assert_close(server, weighted_mean(models, samples), atol=1e-14, rtol=0)

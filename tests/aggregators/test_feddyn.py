@@ -11,13 +11,7 @@ from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
 from lightning_fl.types import Cohort, FederationError
 from two_classes import samples
-from written_plainly import (
-    LR,
-    Noted,
-    loss_and_gradient,
-    module,
-    vector,
-)
+from written_plainly import LR, Noted, loss_and_gradient, module, vector
 
 
 def plainly(loop, data, alpha, weighting, decay=0.0, momentum=0.0):

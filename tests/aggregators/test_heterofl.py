@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from lightning import LightningModule
 from torch import nn
 
 from lightning_fl import ClientModule
@@ -16,8 +15,10 @@ from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
+from linear import Linear
 from two_classes import samples
-from written_plainly import Lost, Noted, vector
+from written import Written
+from written_plainly import Lost, Noted
 
 RATES = [1, 0.5, 0.25, 0.1]
 #: Each activation maps 0 to 0; weight decay and momentum leave zeros.
@@ -114,15 +115,6 @@ def test_rounds_are_those_of_narrow_networks(fit, net, window, lost):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_rates_of_one_are_uniform_fedavg(fit):
-    found = []
-    for rule in (HeteroFL([1.0]), FedAvg("uniform")):
-        made = module(conv)
-        fit(made, FederatedLoop(rule, seed=1, clients_per_round=3), data(), rounds=3)
-        found.append(vector(made))
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize(("net", "widths"), [(linear, (4, 3)), (conv, (3, 3))])
 def test_equal_rates_are_fedavg_of_the_narrow_network(fit, net, widths):
     whole, narrow = module(net), module(net, *widths)
@@ -182,21 +174,8 @@ def stacked(*middle):
     return nn.Sequential(nn.Linear(4, 6), *middle, nn.Linear(6, 2))
 
 
-class Forward(nn.Module):
-    """Layers whose order or use is in forward."""
-
-    def __init__(self, forward, **layers):
-        super().__init__()
-        self.run = forward
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, x):
-        return self.run(self, x)
-
-
 def reversed_order():
-    return Forward(
+    return Written(
         lambda net, x: net.c(net.a(net.b(x).relu()).relu()),
         a=nn.Linear(4, 4),
         b=nn.Linear(4, 4),
@@ -205,7 +184,7 @@ def reversed_order():
 
 
 def skips():
-    return Forward(
+    return Written(
         lambda net, x: net.c(net.b(net.a(x).relu()).relu()) + net.a(x)[:, 2:],
         a=nn.Linear(4, 4),
         b=nn.Linear(4, 4),
@@ -217,7 +196,7 @@ def recurrent():
     def run(net, x):
         return net.last(net.lstm(x[:, None])[0][:, 0])
 
-    return Forward(run, lstm=nn.LSTM(4, 6), last=nn.Linear(6, 2))
+    return Written(run, lstm=nn.LSTM(4, 6), last=nn.Linear(6, 2))
 
 
 def frozen():
@@ -258,25 +237,9 @@ def test_normalization_of_groups_that_are_held_as_a_whole_is_no_harm(fit):
         fit(made, FederatedLoop(HeteroFL([0.5], window="rolling"), seed=1), data(), rounds=1)
 
 
-class WithoutForward(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = linear()
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def test_a_module_without_forward_is_refused(fit):
-    with pytest.raises(FederationError, match="implement forward in WithoutForward"):
-        fit(WithoutForward().double(), FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
+    with pytest.raises(FederationError, match="implement forward in Linear"):
+        fit(Linear(linear()).double(), FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
 
 
 def test_a_second_model_of_the_client_is_refused(fit):

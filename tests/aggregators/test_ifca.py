@@ -8,13 +8,12 @@ from torch.utils.data import TensorDataset
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import IFCA
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.contracts.context import Federation
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Proximal
 from lightning_fl.partition import Natural
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import FederationError
 from written_plainly import LR, Lost, Noted, loss_and_gradient, module, samples_of, vector
 
 
@@ -103,8 +102,6 @@ def test_networks_that_cannot_be_drawn_anew_are_refused(fit):
 
     with pytest.raises(FederationError, match="implement reset_parameters"):
         fit(ClientModule(Fixed()), FederatedLoop(IFCA(2), seed=1), groups(), rounds=1)
-    with pytest.raises(FederationError, match="clusters"):
-        IFCA(0)
 
 
 def test_update_transforms_are_refused(fit):
@@ -142,20 +139,3 @@ def test_hooks_at_the_start_of_a_client_see_the_model_that_it_trains(fit):
     assert len(loop.aggregator.cluster_of.unique()) == 2
     assert len(differences) == 10
     assert not any(differences)
-
-
-def test_a_cluster_without_clients_keeps_its_model():
-    rule = IFCA(2, weighting="samples")
-    rule.setup(Federation(4, Cohort(4, 4)))
-    rule.start(torch.zeros(1))
-    extras = {"cluster": torch.tensor([0.0, 1.0])}
-    moves = torch.tensor([[1.0], [5.0]])
-    rule.update(ClientUpdate(torch.tensor([3, 0]), moves, torch.ones(2), extras=extras))
-    rule.compute()
-    rule.start(torch.zeros(1))
-    extras = {"cluster": torch.tensor([1.0, 1.0])}  # client 3 received the first model, 1
-    moves = torch.tensor([[8.0], [1.0]])
-    sizes = torch.tensor([1.0, 3.0])
-    rule.update(ClientUpdate(torch.tensor([3, 0]), moves, sizes, extras=extras))
-    assert rule.compute().tolist() == [(9 + 3 * 6) / 4]
-    assert rule.models[:, 0].tolist() == [1.0, (9 + 3 * 6) / 4]

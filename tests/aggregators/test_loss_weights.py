@@ -156,14 +156,14 @@ class Noting(FedControl):
 
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.seen = {}
 
     def update(self, clients):
-        if not self.seen or self.seen[-1][0] != int(self.round):
-            self.seen.append((int(self.round), {}))
-        for row, client in enumerate(clients.clients.tolist()):
-            before, after = (clients.extras[f"loss_{when}"][row] for when in ("before", "after"))
-            self.seen[-1][1][client] = (float(before), float(after), clients.delta[row].clone())
+        losses = zip(clients.extras["loss_before"], clients.extras["loss_after"], strict=True)
+        for client, pair, delta in zip(
+            clients.clients.tolist(), losses, clients.delta, strict=True
+        ):
+            self.seen[client] = (*map(float, pair), delta.clone())
         super().update(clients)
 
 
@@ -184,9 +184,8 @@ def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, g
     start = torch.cat([net.weight.detach().flatten(), net.bias.detach()])
     user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
     fit(user, FederatedLoop(aggregator=rule, seed=0), federation, rounds=1)
-    _, seen = rule.seen[0]
-    assert len(seen) == 4
-    for client, (before, after, delta) in seen.items():
+    assert len(rule.seen) == 4
+    for client, (before, after, delta) in rule.seen.items():
         x, y = federation.train.fetch(federation.parts[client])
         for found, vector in ((before, start), (after, start + delta)):
             logits = x @ vector[:18].view(3, 6).T + vector[18:]

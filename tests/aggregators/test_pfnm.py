@@ -1,7 +1,6 @@
 """PFNM in a federation: what is merged, where clients go on, checkpoints, and what is refused."""
 
 import warnings
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -19,27 +18,8 @@ from lightning_fl.functional.networks import MatchingOptions, match_networks
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 from linear import Linear
-
-ALL = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
-
-
-def net(*sizes, activation=nn.ReLU):
-    layers = []
-    for into, out in pairwise(sizes):
-        layers += [nn.Linear(into, out), activation()]
-    return nn.Sequential(*layers[:-1])
-
-
-def module(sizes=(6, 8, 3), activation=nn.ReLU, lr=0.1, seed=0):
-    torch.manual_seed(seed)
-    made = ClientModule(
-        net(*sizes, activation=activation), optimizer=lambda p: torch.optim.SGD(p, lr=lr)
-    )
-    return made.double()
-
-
-def vector(made):
-    return torch.cat([p.detach().reshape(-1) for p in made.parameters()])
+from mlp import MATCHED, module, net
+from written_plainly import vector
 
 
 def begun(rule, made):
@@ -51,7 +31,7 @@ def begun(rule, made):
 @pytest.mark.parametrize("sizes", [(6, 8, 3), (6, 8, 5, 3)])
 def test_a_round_merges_what_clients_have_become(sizes):
     made = module(sizes)
-    rule = begun(PFNM(**ALL, seed=3), made)
+    rule = begun(PFNM(**MATCHED, seed=3), made)
     counts = torch.tensor([[3, 0, 2], [1, 4, 4], [9, 9, 9], [0, 1, 1]])
     rule.setup(Federation(4, Cohort(4, 4), data=SimpleNamespace(class_counts=counts)))
     ids = torch.tensor([0, 3, 1])
@@ -68,9 +48,9 @@ def test_a_round_merges_what_clients_have_become(sizes):
         tensors = [t.view_as(p) for t, p in zip(pieces, module(sizes).parameters(), strict=True)]
         nets.append(list(zip(tensors[::2], tensors[1::2], strict=True)))
     counts = rule.class_counts[torch.tensor([0, 1, 3])]
-    seeds = rule._matched([0, 1, 3], nets, MatchingOptions(**ALL))  # the same orders
+    seeds = rule._matched([0, 1, 3], nets, MatchingOptions(**MATCHED))  # the same orders
     begin = [matching.assignments for matching in seeds.matchings]
-    expected = match_networks(nets, counts, MatchingOptions(**ALL, sweeps=0), start=begin)
+    expected = match_networks(nets, counts, MatchingOptions(**MATCHED, sweeps=0), start=begin)
     rule.load_global_network()
     for (w, b), layer in zip(expected.layers, LayerStack(made).layers.values(), strict=True):
         torch.testing.assert_close(layer.weight, w)
@@ -135,7 +115,7 @@ def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes):
 
 def test_narrower_clients_stay_narrow(fit, data):
     made = module((6, 8, 3))
-    rule = PFNM(**ALL, widths=[8, 3])
+    rule = PFNM(**MATCHED, widths=[8, 3])
     fit(made, FederatedLoop(aggregator=rule, policy=Schedule(num_steps=7)), data())
     assert [len(rule.assignments()[client][0]) for client in range(4)] == [8, 3, 8, 3]
     assert 8 <= LayerStack(made).shapes[0][0] <= 22
@@ -161,9 +141,7 @@ def test_its_checkpoint_loads_elsewhere(fit, data, trainer, tmp_path):
     trainer(FederatedLoop(aggregator=rule()), callbacks=callbacks, enable_checkpointing=True).test(
         fresh, data(test=data().val), ckpt_path=saved, verbose=False
     )
-    assert all(
-        torch.equal(a, b) for a, b in zip(whole.parameters(), fresh.parameters(), strict=True)
-    )
+    assert torch.equal(vector(whole), vector(fresh))
     plain, state = module(seed=9), torch.load(saved, weights_only=True)["state_dict"]
     LayerStack(plain).fit_to(state)
     plain.load_state_dict(state)
@@ -209,14 +187,13 @@ def test_checkpoints_of_all_moments(fit, data, tmp_path):
         assert fresh(x).isfinite().all()
         again, two = run(ckpt_path=str(tmp_path / f"{name}.ckpt"))
         assert one.rows == two.rows
-        for a, b in zip(whole.parameters(), again.parameters(), strict=True):
-            assert torch.equal(a, b)
+        assert torch.equal(vector(whole), vector(again))
 
 
 def test_dropout_is_no_order_and_nothing_is_drawn_elsewhere(fit, data):
     network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
     drawn = []
-    for made, rule in ((network, PFNM(**ALL)), (nn.Linear(6, 3), FedAvg())):
+    for made, rule in ((network, PFNM(**MATCHED)), (nn.Linear(6, 3), FedAvg())):
         user = ClientModule(made).double()
         torch.manual_seed(5)
         fit(user, FederatedLoop(aggregator=rule), data(), rounds=1)
@@ -267,30 +244,32 @@ CONV = nn.Conv2d(1, 4, 3)
 def test_networks_that_cannot_be_matched_are_refused(layers, x, message):
     module = ClientModule(nn.Sequential(*layers)).double()
     with pytest.raises(FederationError, match=message):
-        PFNM(**ALL).prepare(module, lambda: (x,))
+        PFNM(**MATCHED).prepare(module, lambda: (x,))
 
 
 def test_what_does_not_go_together(fit, data):
     with pytest.raises(FederationError, match="requires an activation that maps 0 to 0"):
         fit(
-            module(activation=nn.Sigmoid), FederatedLoop(aggregator=PFNM(**ALL, widths=[3])), data()
+            module(activation=nn.Sigmoid),
+            FederatedLoop(aggregator=PFNM(**MATCHED, widths=[3])),
+            data(),
         )
     with pytest.raises(FederationError, match="9 neurons, the module's network 8"):
-        fit(module(), FederatedLoop(aggregator=PFNM(**ALL, widths=[9])), data())
+        fit(module(), FederatedLoop(aggregator=PFNM(**MATCHED, widths=[9])), data())
     with pytest.raises(FederationError, match="no client has a training sample of class 3, of 4"):
-        fit(module((6, 8, 4)), FederatedLoop(aggregator=PFNM(**ALL)), data())
+        fit(module((6, 8, 4)), FederatedLoop(aggregator=PFNM(**MATCHED)), data())
     with pytest.raises(FederationError, match="has 2 outputs, and the largest label is 2"):
-        fit(module((6, 8, 2)), FederatedLoop(aggregator=PFNM(**ALL)), data())
+        fit(module((6, 8, 2)), FederatedLoop(aggregator=PFNM(**MATCHED)), data())
     with pytest.raises(FederationError, match="remove one of them"):
         fit(
             module(),
-            FederatedLoop(aggregator=PFNM(**ALL)),
+            FederatedLoop(aggregator=PFNM(**MATCHED)),
             data(local_test_size=0.2),
             callbacks=[PersonalizedEvaluation()],
         )
     policy = PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}])
     with pytest.raises(FederationError, match="replaces its network"):
-        fit(module(), FederatedLoop(aggregator=PFNM(**ALL), policy=policy), data())
+        fit(module(), FederatedLoop(aggregator=PFNM(**MATCHED), policy=policy), data())
 
 
 @pytest.mark.parametrize(
@@ -304,7 +283,7 @@ def test_what_does_not_go_together(fit, data):
 )
 def test_widths_that_are_none_are_refused(widths, message):
     with pytest.raises(FederationError, match=message):
-        PFNM(**ALL, widths=widths)
+        PFNM(**MATCHED, widths=widths)
 
 
 def test_search_without_a_score_is_refused():
@@ -318,8 +297,8 @@ def test_search_without_a_score_is_refused():
 
 def test_what_is_no_pair_or_has_no_forward_is_refused(fit, data):
     with pytest.raises(FederationError, match=r"requires forward\(x\), and Linear has none"):
-        fit(Linear(net(6, 8, 3)).double(), FederatedLoop(aggregator=PFNM(**ALL)), data())
-    rule = PFNM(**ALL)
+        fit(Linear(net(6, 8, 3)).double(), FederatedLoop(aggregator=PFNM(**MATCHED)), data())
+    rule = PFNM(**MATCHED)
     with pytest.raises(FederationError, match="got a batch of type dict"):
         rule.prepare(module(), lambda: {"x": torch.ones(2, 6)})
 
@@ -381,7 +360,9 @@ def test_a_stop_in_a_round_leaves_the_network_of_before(fit, data, trainer):
 def test_a_round_without_anybody_has_no_figures_of_another(fit, data, tmp_path):
     def run(rounds, folder, **options):
         made = module()
-        loop = FederatedLoop(aggregator=PFNM(**ALL, seed=1), policy=Schedule(num_steps=2), seed=2)
+        loop = FederatedLoop(
+            aggregator=PFNM(**MATCHED, seed=1), policy=Schedule(num_steps=2), seed=2
+        )
         step = made.training_step
 
         def poisoned(batch, batch_idx):
@@ -395,12 +376,7 @@ def test_a_round_without_anybody_has_no_figures_of_another(fit, data, tmp_path):
         return loop.rows
 
     whole = run(4, tmp_path / "whole")
-    assert [("width_1" in row and row["width_1"] != "") for row in whole] == [
-        True,
-        True,
-        False,
-        True,
-    ]
+    assert ["width_1" in row and row["width_1"] != "" for row in whole] == [True, True, False, True]
     run(2, tmp_path / "parts")
     parts = run(4, tmp_path / "parts", ckpt_path=str(tmp_path / "parts" / "last.ckpt"))
     assert str(parts) == str(whole)  # as text: a loss is NaN

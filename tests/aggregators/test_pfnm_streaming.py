@@ -1,29 +1,15 @@
 """Streaming neural matching in a federation: what is remembered, where clients start, resume."""
 
-from itertools import pairwise
-
 import pytest
 import torch
-from torch import nn
 
-from lightning_fl import ClientModule
-from lightning_fl.aggregators import PFNM, FedAvg, StreamingPFNM
+from lightning_fl.aggregators import PFNM, StreamingPFNM
 from lightning_fl.aggregators.matching.pfnm_streaming import LayerPosterior
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.functional.networks import MatchingOptions, NetworkPosterior, match_networks
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.policies import Schedule
-
-ALL = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
-
-
-def module(sizes=(6, 8, 3), seed=0):
-    torch.manual_seed(seed)
-    layers = []
-    for into, out in pairwise(sizes):
-        layers += [nn.Linear(into, out), nn.ReLU()]
-    net = nn.Sequential(*layers[:-1])
-    return ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+from mlp import MATCHED, module
 
 
 class Watch(StreamingPFNM):
@@ -40,7 +26,7 @@ class Watch(StreamingPFNM):
 
 @pytest.mark.parametrize("sizes", [(6, 8, 3), (6, 8, 5, 3)])
 def test_each_round_goes_on_from_the_posterior_of_the_last(fit, data, sizes):
-    rule = Watch(**ALL, seed=3)
+    rule = Watch(**MATCHED, seed=3)
     made, samples = module(sizes), data(stream_steps=3)
     fit(made, FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), samples)
     past = NetworkPosterior()
@@ -48,7 +34,7 @@ def test_each_round_goes_on_from_the_posterior_of_the_last(fit, data, sizes):
         samples.advance(round)
         assert torch.equal(counts, samples.class_counts)
         assert counts.sum() == len(samples.train) // 3
-        options = MatchingOptions(**ALL, sweeps=5 if round == 0 else 3)
+        options = MatchingOptions(**MATCHED, sweeps=5 if round == 0 else 3)
         random = generator(3, RandomStream.NEURONS, 0, round)
         found = match_networks(nets, counts[ids], options, generator=random, past=past)
         past = found.posterior
@@ -63,7 +49,7 @@ def test_each_round_goes_on_from_the_posterior_of_the_last(fit, data, sizes):
 
 
 def test_clients_start_from_neurons_they_have_used(fit, data):
-    rule = StreamingPFNM(**ALL, fresh=2, noise=0.0, seed=1)
+    rule = StreamingPFNM(**MATCHED, fresh=2, noise=0.0, seed=1)
     fit(
         module(),
         FederatedLoop(rule, Schedule(num_steps=5), client_fraction=0.5),
@@ -106,7 +92,7 @@ def test_popular_neurons_are_drawn_more_often():
 
 
 def test_noise_and_narrow_clients(fit, data):
-    rule = StreamingPFNM(**ALL, noise=0.05, widths=[8, 3], seed=1)
+    rule = StreamingPFNM(**MATCHED, noise=0.05, widths=[8, 3], seed=1)
     fit(module(), FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), data(), rounds=2)
     rule.load_client_network()
     starts = rule.models_for(torch.arange(2))
@@ -137,16 +123,7 @@ def test_networks_that_go_on_alone(fit, data):
             super()._next(ids, nets, merged)
             self.ends = nets
 
-    rule = Own(**ALL, restart="own")
+    rule = Own(**MATCHED, restart="own")
     fit(module(), FederatedLoop(aggregator=rule), data(stream_steps=3))
     for client, net in enumerate(rule.ends):
         assert torch.equal(rule.module_chain.pack(net), rule.starts[client])
-
-
-def test_a_stream_without_matching(fit, data):
-    """Arrivals belong to the data: any rule sees the round's samples alone."""
-    samples = data(stream_steps=3)
-    loop = fit(module(), FederatedLoop(aggregator=FedAvg()), samples, rounds=4)
-    each = [sum(map(len, parts)) for parts in samples.split.stream_steps]
-    assert [row["num_samples"] for row in loop.rows] == [*each, each[0]]
-    assert sum(each) == len(samples.train)

@@ -9,15 +9,7 @@ from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
 from lightning_fl.types import ClientUpdate, FederationError
 from two_classes import samples
-from written_plainly import (
-    Lost,
-    Noted,
-    Uneven,
-    loss_and_gradient,
-    module,
-    samples_of,
-    vector,
-)
+from written_plainly import Lost, Noted, Uneven, loss_and_gradient, module, samples_of, vector
 
 
 def plainly(loop, data, q, rate):

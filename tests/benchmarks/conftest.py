@@ -31,7 +31,7 @@ def command_line(monkeypatch):
 
     Args:
         rounds: The table of rounds that a fit leaves.
-        printed: What it prints.
+        printed: What it prints, or a function of the run's folder.
         leave: Called with the line and the run's folder after a fit.
     """
 
@@ -40,12 +40,15 @@ def command_line(monkeypatch):
 
         def run(line, environment=None):
             seen.append(line)
+            if "fail" in line:
+                return subprocess.CompletedProcess(line, 1, "no data")
             folder = Path(next(a for a in line if "root_dir" in a).partition("=")[2])
             if "fit" in line:
                 (folder / "version_0").mkdir(parents=True)
                 (folder / "version_0" / "rounds.csv").write_text(rounds)
                 leave(line, folder / "version_0")
-            return subprocess.CompletedProcess(line, 0, printed)
+            text = printed(folder) if callable(printed) else printed
+            return subprocess.CompletedProcess(line, 0, text)
 
         monkeypatch.setattr(sys.modules["runs"], "call", run)
         return seen

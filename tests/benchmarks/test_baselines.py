@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import PFNM, FedAvg, FedMA
 from lightning_fl.aggregators.matching.layer_stack import LayerStack
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
+from mlp import MATCHED, module, net
 
 MatchingBaselines = None  # set by the fixture
-ALL = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
 
 
 @pytest.fixture(autouse=True)
@@ -24,15 +24,9 @@ def _imported(script, monkeypatch):
     monkeypatch.setitem(globals(), "MatchingBaselines", script("baselines").MatchingBaselines)
 
 
-def module(seed=0):
-    torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    return ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-
-
 def student():
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    return net(6, 16, 3).double()
 
 
 @pytest.fixture
@@ -47,7 +41,7 @@ def skewed(data):
 def run(fit, skewed):
     def run(callback, rule=None, rounds=1, wrap=lambda m: m, datamodule=None, **options):
         made = module()
-        rule = PFNM(**ALL) if rule is None else rule
+        rule = PFNM(**MATCHED) if rule is None else rule
         loop = FederatedLoop(aggregator=rule, policy=Schedule(num_steps=9), seed=3)
         callbacks = [callback, *options.pop("callbacks", ())]
         datamodule = skewed() if datamodule is None else datamodule
@@ -146,7 +140,7 @@ def test_it_changes_nothing(run):
 
 
 def test_networks_of_different_widths_have_no_average(run):
-    _, loop = run(MatchingBaselines(), PFNM(**ALL, widths=[8, 3]))
+    _, loop = run(MatchingBaselines(), PFNM(**MATCHED, widths=[8, 3]))
     assert "ensemble/average" not in loop.rows[0]
     assert "ensemble/uniform" in loop.rows[0]
 

@@ -101,6 +101,7 @@ def test_clips_are_shifted_each_by_its_own():
         inside = [v for v in row if v]
         assert inside == list(range(inside[0], inside[-1] + 1))
         first.append(inside[0] - row.index(inside[0]) - 1)
+        assert len(inside) == 100 - abs(first[-1])
     assert len(set(first)) > 10
     assert max(map(abs, first)) <= 20
 
@@ -121,10 +122,6 @@ def test_masks_change_what_they_should():
     assert changed.any((1, 2, 3)).float().mean() > 0.5
     assert not changed.all((1, 2, 3)).any()
     assert torch.equal(Augment(mask=0).spectrograms(x, torch.rand(40, 7)), x)
-    with pytest.raises(FederationError, match="time_shift"):
-        Augment(time_shift=2.0)
-    with pytest.raises(FederationError, match="mask"):
-        Augment(mask=-1)
 
 
 def test_masks_have_all_widths_up_to_their_maximum():
@@ -235,17 +232,9 @@ def test_what_is_missing_is_named_with_the_remedy(tmp_path, digits, commands):
         SpeechCommands(str(commands), keywords=["yes", "no"]).setup("test")
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"seconds": 0}, "seconds"),
-        ({"image_size": 0}, "image_size"),
-        ({"cache_features": True, "augment": Augment()}, "cache_features"),
-    ],
-)
-def test_wrong_options_are_refused(options, named):
-    with pytest.raises(FederationError, match=named):
-        SpokenDigits(**options)
+def test_wrong_options_are_refused():
+    with pytest.raises(FederationError, match="cache_features"):
+        SpokenDigits(cache_features=True, augment=Augment())
     with pytest.raises(FederationError, match="keywords"):
         SpeechCommands(keywords=["yes", "yes"])
 

@@ -9,7 +9,7 @@ from layouts import cifar_layout
 from lightning_fl.datamodules import CIFAR10, Digits, FederatedDataModule, InMemory
 from lightning_fl.datamodules.batches import Draws
 from lightning_fl.functional.randomness import RandomStream, generator
-from numbered import batches
+from numbered import batches, fitted
 
 
 class Augmented(FederatedDataModule):
@@ -54,17 +54,14 @@ def test_a_batch_is_cropped_and_flipped_by_the_numbers_of_its_client(tmp_path):
 
 
 def digits_of(seed):
-    data = Digits(num_clients=4, batch_size=9, seed=seed, augment=True)
-    data.setup("fit")
-    return data
+    return fitted(Digits(num_clients=4, batch_size=9, seed=seed, augment=True))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_data_module_of_a_user_gets_numbers_that_depend_on_the_seed_alone(num_workers):
     def draws(seed):
         x, y = torch.zeros(60, 3), torch.arange(60) % 3
-        data = Augmented(InMemory(x, y), num_clients=4, num_workers=num_workers)
-        data.setup("fit")
+        data = fitted(Augmented(InMemory(x, y), num_clients=4, num_workers=num_workers))
         batch = batches(data, seed=seed)[0]
         return data.on_after_batch_transfer(batch, 0)[0]
 

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from lightning_fl.datamodules import FederatedDataModule, FromClients
 from lightning_fl.partition import ByLabel, Natural
 from lightning_fl.types import FederationError
+from numbered import fitted
 
 
 class Folder(Dataset):
@@ -44,8 +45,7 @@ def test_test_sets_of_clients_are_compared_by_name():
     pair = Folder("cat", "dog"), Folder("dog", "cat")
     with pytest.raises(FederationError, match="the labels of the test set of client 'a' are the c"):
         FromClients({"a": pair}).setup("fit")
-    data = FromClients({"a": pair}, classes=["cat", "dog"], val_size=0)
-    data.setup("fit")
+    data = fitted(FromClients({"a": pair}, classes=["cat", "dog"], val_size=0))
     ((x, y),) = data.samples_of(0, test=True)
     assert [picture(["cat", "dog"][label]) for label in y.tolist()] == x[:, 0].tolist()
 
@@ -66,8 +66,7 @@ def test_samples_of_a_test_loader_are_compared_before_the_test():
         def load(self, train):
             return Folder("cat", "dog") if train else Folder("dog", "cat")
 
-    data = Both(num_clients=2)
-    data.setup("fit")
+    data = fitted(Both(num_clients=2))
     with pytest.raises(FederationError, match="the labels of test are the classes"):
         data.setup("test")
 
@@ -89,16 +88,22 @@ def test_classes_map_labels_by_name():
 def test_mapped_data_sets_keep_their_keys_and_their_labels():
     train = Folder("dog", "cat", each=2)
     train.keys = ["u", "v", "v", "u"]
-    data = FederatedDataModule(
-        train, partition=Natural(), num_clients=None, val_size=0, classes=["cat", "dog"]
+    data = fitted(
+        FederatedDataModule(
+            train, partition=Natural(), num_clients=None, val_size=0, classes=["cat", "dog"]
+        )
     )
-    data.setup("fit")
     assert data.client_names == ["u", "v"]
     assert data.class_labels.tolist() == [1, 1, 0, 0]
-    data = FederatedDataModule(
-        Folder("dog", "cat"), partition=ByLabel(), num_clients=2, val_size=0, classes=["cat", "dog"]
+    data = fitted(
+        FederatedDataModule(
+            Folder("dog", "cat"),
+            partition=ByLabel(),
+            num_clients=2,
+            val_size=0,
+            classes=["cat", "dog"],
+        )
     )
-    data.setup("fit")
     assert [data.train[int(part[0])][1] for part in data.parts] == [0, 1]
 
 
@@ -133,8 +138,7 @@ def transformed():
     ],
 )
 def test_orders_that_agree_or_are_unknown_are_accepted(other):
-    data = FromClients({"a": Folder("cat", "dog"), "b": other}, val_size=0)
-    data.setup("fit")
+    data = fitted(FromClients({"a": Folder("cat", "dog"), "b": other}, val_size=0))
     assert len(data.train) == 8 + len(other)
 
 

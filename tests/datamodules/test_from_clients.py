@@ -8,6 +8,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from lightning_fl.datamodules import FederatedDataModule, FromClients, InMemory
 from lightning_fl.partition import Manifest
 from lightning_fl.types import FederationError
+from numbered import fitted
 
 
 def tensors(n, first=0):
@@ -36,30 +37,28 @@ def numbers_of(data, client):
 
 @pytest.mark.parametrize("kind", [tensors, lambda n, first=0: Listed(range(first, first + n))])
 def test_each_data_set_is_a_client_in_the_given_order(kind):
-    data = FederatedDataModule.from_clients(
-        {"south": kind(3, 10), "north": kind(2, 20)}, val=kind(1), batch_size=2
+    data = fitted(
+        FederatedDataModule.from_clients(
+            {"south": kind(3, 10), "north": kind(2, 20)}, val=kind(1), batch_size=2
+        )
     )
-    data.setup("fit")
     assert data.client_names == ["south", "north"]
     assert [numbers_of(data, client) for client in (0, 1)] == [[10, 11, 12], [20, 21]]
     assert data.class_counts.tolist() == [[2, 1], [1, 1]]
 
 
 def test_tensors_of_one_shape_become_one_data_set_in_memory():
-    data = FromClients([tensors(3), tensors(2)], val_size=0)
-    data.setup("fit")
+    data = fitted(FromClients([tensors(3), tensors(2)], val_size=0))
     assert isinstance(data.train, InMemory)
     other = TensorDataset(torch.zeros(2, 5), torch.zeros(2))
-    data = FromClients([tensors(3), other], val_size=0)
-    data.setup("fit")
+    data = fitted(FromClients([tensors(3), other], val_size=0))
     assert not isinstance(data.train, InMemory)
     assert data.train[4][0].shape == (5,)
 
 
 def test_samples_of_one_client_are_read_together():
     one, two = Listed(range(4), many=True), Listed(range(10, 13), many=True)
-    data = FromClients([one, two], val_size=0)
-    data.setup("fit")
+    data = fitted(FromClients([one, two], val_size=0))
     one.asked, two.asked = [], []
     assert [int(x) for x, _ in data.train.__getitems__([3, 0, 5, 4])] == [3, 0, 11, 10]
     assert (one.asked, two.asked) == ([[3, 0]], [[1, 0]])
@@ -98,16 +97,14 @@ def test_names_that_yaml_reads_as_something_else_are_refused(text):
     with pytest.raises(FederationError, match=r"name of a client must be a text, got .*: quote it"):
         FromClients(dict.fromkeys(names, tensors(3)))
     quoted = get_loader("yaml")(f"{{'{text}': 1, north: 2}}")
-    data = FromClients(dict.fromkeys(quoted, tensors(3)), val_size=0)
-    data.setup("fit")
+    data = fitted(FromClients(dict.fromkeys(quoted, tensors(3)), val_size=0))
     assert data.client_names == [text, "north"]
 
 
 @pytest.mark.parametrize("kind", [tensors, lambda n, first=0: Listed(range(first, first + n))])
 def test_clients_may_have_test_sets(kind, tmp_path):
     clients = {"b": (kind(6, 10), kind(2, 100)), "a": (kind(4, 20), kind(3, 200))}
-    data = FromClients(clients, val_size=2, local_test_size=0.5, batch_size=2)
-    data.setup("fit")
+    data = fitted(FromClients(clients, val_size=2, local_test_size=0.5, batch_size=2))
     assert isinstance(data.train, InMemory) == (kind is tensors)
     assert data.client_names == ["b", "a"]
     tests = [sorted(int(x) for b in data.samples_of(i, test=True) for x in b[0]) for i in (0, 1)]
@@ -159,8 +156,7 @@ def test_samples_of_several_clients_are_not_held_out(clients):
         FromClients(clients(), val_size=0.3).setup("fit")
     with pytest.raises(FederationError, match="is held out, but another row with the same sample"):
         FromClients(clients(), val_size=0, local_test_size=0.3).setup("fit")
-    data = FromClients(clients(), val=tensors(3))
-    data.setup("fit")
+    data = fitted(FromClients(clients(), val=tensors(3)))
     assert [len(part) for part in data.parts] == [len(client) for client in clients()]
 
 

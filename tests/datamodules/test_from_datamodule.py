@@ -24,6 +24,7 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromDataModule
 from lightning_fl.partition import IID, ByLabel
 from lightning_fl.types import FederationError
+from numbered import fitted
 from tutorial import Net, trainer
 
 
@@ -84,8 +85,7 @@ def test_it_federates_in_one_line(tmp_path):
 
 def test_samples_labels_and_validation_are_those_of_the_loaders():
     mine = Mine()
-    data = FromDataModule(mine, ByLabel(classes_per_client=1), num_clients=2)
-    data.setup("fit")
+    data = fitted(FromDataModule(mine, ByLabel(classes_per_client=1), num_clients=2))
     assert sorted((data.class_counts > 0).sum(1).tolist()) == [1, 1]
     x = torch.cat([x for client in (0, 1) for x, _ in data.samples_of(client)])
     assert torch.equal(x.sort(0).values, torch.stack([x for x, _ in mine.train]).sort(0).values)
@@ -95,8 +95,7 @@ def test_samples_labels_and_validation_are_those_of_the_loaders():
 
 
 def test_a_batch_size_is_used_instead_of_that_of_the_loaders():
-    data = FromDataModule(Mine(drop_last=True), batch_size=None, num_clients=5)
-    data.setup("fit")
+    data = fitted(FromDataModule(Mine(drop_last=True), batch_size=None, num_clients=5))
     data.setup("test")
     assert (data.batch_size, data.eval_batch_size, data.drop_last) == (None, 3, True)
     assert [len(y) for _, y in data.test_dataloader()] == [3, 3, 3, 3]
@@ -120,8 +119,7 @@ def test_loaders_of_one_data_set_have_their_own_collate_fn():
         def test_dataloader(self):
             return DataLoader(self.samples, batch_size=3, collate_fn=marked(3))
 
-    data = FromDataModule(OneSet(), num_clients=2)
-    data.setup("fit")
+    data = fitted(FromDataModule(OneSet(), num_clients=2))
     data.setup("test")
     assert {int(sign) for _, sign in data.samples_of(0)} == {1}
     assert {int(sign) for _, sign in data.train_dataloader()} == {1}
@@ -133,8 +131,7 @@ def test_samples_are_held_out_without_a_validation_loader():
     class NoVal(Mine):
         val_dataloader = LightningDataModule.val_dataloader
 
-    data = FromDataModule(NoVal(), num_clients=4, val_size=10)
-    data.setup("fit")
+    data = fitted(FromDataModule(NoVal(), num_clients=4, val_size=10))
     assert (len(data.val), int(data.num_samples.sum())) == (10, 40)
     assert [len(y) for _, y in data.val_dataloader()] == [5, 5]  # as in the training loader
     assert [len(y) for _, y in data.samples_of(0)] == [5, 5]
@@ -149,13 +146,11 @@ def test_hooks_of_transfers_are_those_of_the_data_module(tmp_path):
             return batch
 
     mine = Doubling()
-    data = FromDataModule(mine, num_clients=4)
-    data.setup("fit")
+    data = fitted(FromDataModule(mine, num_clients=4))
     assert not data.has_samples_in_front  # the hook may change whole batches
     trainer(tmp_path, FederatedLoop(seed=0), rounds=1).fit(Net(), datamodule=data)
     assert mine.calls.count("transfer") >= 12
-    plain = FromDataModule(Mine(), num_clients=4)
-    plain.setup("fit")
+    plain = fitted(FromDataModule(Mine(), num_clients=4))
     assert plain.has_samples_in_front
 
 
@@ -224,8 +219,7 @@ def test_loaders_that_are_absent_give_no_samples(absent):
 
         test_dataloader = val_dataloader
 
-    data = FromDataModule(Special(), val_size=0)
-    data.setup("fit")
+    data = fitted(FromDataModule(Special(), val_size=0))
     data.setup("test")
     assert data.val is data.test is None
 
@@ -305,8 +299,7 @@ def test_a_random_sampler_with_replacement_needs_the_option():
     mine.train_dataloader = lambda: DataLoader(
         mine.train, 5, sampler=RandomSampler(mine.train, replacement=True)
     )
-    data = FromDataModule(mine, replacement=True)
-    data.setup("fit")
+    data = fitted(FromDataModule(mine, replacement=True))
     assert data.batch_size == 5
 
 
@@ -388,7 +381,6 @@ def test_loader_processes_are_started_as_those_of_the_loader():
         def train_dataloader(self):
             return DataLoader(Opened(0), batch_size=4, num_workers=1, worker_init_fn=start)
 
-    data = FromDataModule(Starting(), num_clients=4, num_workers=1, val_size=0)
-    data.setup("fit")
+    data = fitted(FromDataModule(Starting(), num_clients=4, num_workers=1, val_size=0))
     x, _ = next(iter(data.train_dataloader()))
     assert x.unique().tolist() == [3]

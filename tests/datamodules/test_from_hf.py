@@ -11,6 +11,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from lightning_fl.datamodules import FederatedDataModule, FromHuggingFace
 from lightning_fl.partition import ByLabel
 from lightning_fl.types import FederationError
+from numbered import fitted
 
 datasets = pytest.importorskip("datasets", reason='needs pip install ".[hf]"')
 
@@ -51,10 +52,11 @@ def numbers(n=60):
 
 def test_images_by_writer():
     given, pixels = images()
-    data = FederatedDataModule.from_hf(
-        given, label="character", partition_by="writer_id", val_size=0, batch_size=4
+    data = fitted(
+        FederatedDataModule.from_hf(
+            given, label="character", partition_by="writer_id", val_size=0, batch_size=4
+        )
     )
-    data.setup("fit")
     assert data.client_names == sorted(set(WRITERS))
     assert data.num_samples.tolist() == [WRITERS.count(name) for name in sorted(set(WRITERS))]
     x, y = data.train[9]
@@ -78,12 +80,10 @@ RED = Image.new("RGB", (4, 3), (255, 0, 0))
 @pytest.mark.parametrize("mode", ["P", "CMYK", "1", "F", "I"])
 def test_images_of_other_modes_need_a_transform(mode):
     rows = pictures(RED.convert("L").convert(mode))
-    data = FromHuggingFace(rows, num_clients=1, val_size=0)
-    data.setup("fit")
+    data = fitted(FromHuggingFace(rows, num_clients=1, val_size=0))
     with pytest.raises(FederationError, match=f"8-bit gray or RGB, got the mode {mode}: pass"):
         data.train[0]
-    data = FromHuggingFace(rows, transform=pil_to_tensor, num_clients=1, val_size=0)
-    data.setup("fit")
+    data = fitted(FromHuggingFace(rows, transform=pil_to_tensor, num_clients=1, val_size=0))
     assert data.train[0][0].shape[1:] == (3, 4)
 
 
@@ -93,18 +93,15 @@ def test_a_mask_needs_a_label_transform(transform):
     kinds = datasets.Features(image=datasets.Image(), mask=datasets.Image())
     rows = datasets.Dataset.from_dict({"image": [RED], "mask": [classes]}, features=kinds)
     options = {"label": "mask", "transform": transform, "num_clients": 1, "val_size": 0}
-    data = FromHuggingFace(rows, **options)
-    data.setup("fit")
+    data = fitted(FromHuggingFace(rows, **options))
     with pytest.raises(TypeError, match="PIL"):
         next(data.samples_of(0))
-    data = FromHuggingFace(rows, label_transform=pil_to_tensor, **options)
-    data.setup("fit")
+    data = fitted(FromHuggingFace(rows, label_transform=pil_to_tensor, **options))
     assert data.train[0][1].tolist() == [[[0, 1, 2], [2, 1, 0]]]
 
 
 def test_rows_can_be_sent_to_loader_processes():
-    data = FromHuggingFace(images()[0], label="character", partition_by="writer_id")
-    data.setup("fit")
+    data = fitted(FromHuggingFace(images()[0], label="character", partition_by="writer_id"))
     sent = pickle.loads(pickle.dumps(data.train))
     assert torch.equal(sent[9][0], data.train[9][0])
     assert sent.keys == data.train.keys == WRITERS
@@ -113,16 +110,17 @@ def test_rows_can_be_sent_to_loader_processes():
 @pytest.mark.parametrize("transform", [None, torch.tensor])
 def test_labels_of_the_split_are_those_of_the_samples(transform):
     rows = numbers().remove_columns("label").add_column("label", ["cat", "dog", "cow"] * 20)
-    data = FromHuggingFace(
-        rows,
-        input="x",
-        transform=transform,
-        label_transform={"cow": 0, "dog": 1, "cat": 2}.__getitem__,  # of texts, not of tensors
-        partition=ByLabel(),
-        num_clients=3,
-        val_size=0,
+    data = fitted(
+        FromHuggingFace(
+            rows,
+            input="x",
+            transform=transform,
+            label_transform={"cow": 0, "dog": 1, "cat": 2}.__getitem__,  # of texts, not of tensors
+            partition=ByLabel(),
+            num_clients=3,
+            val_size=0,
+        )
     )
-    data.setup("fit")
     for client, part in enumerate(data.parts):
         assert {data.train[i][1] for i in part.tolist()} == {client}
     assert data.class_counts.tolist() == [[20, 0, 0], [0, 20, 0], [0, 0, 20]]
@@ -132,21 +130,18 @@ def test_labels_of_the_split_are_those_of_the_samples(transform):
 @pytest.mark.parametrize("label", [[1.0, 0.0], 0.5])
 def test_a_label_is_the_same_with_a_transform_of_the_input(transform, label):
     rows = numbers().remove_columns("label").add_column("label", [label] * 60)
-    data = FromHuggingFace(rows, input="x", transform=transform, num_clients=1, val_size=0)
-    data.setup("fit")
+    data = fitted(FromHuggingFace(rows, input="x", transform=transform, num_clients=1, val_size=0))
     y = next(data.samples_of(0))[1]
     assert y.dtype == torch.float32
     assert y.tolist() == [label] * 60
 
 
 def test_a_format_of_the_user_is_kept():
-    data = FromHuggingFace(numbers().with_format("numpy"), input="x", num_clients=3)
-    data.setup("fit")
+    data = fitted(FromHuggingFace(numbers().with_format("numpy"), input="x", num_clients=3))
     assert isinstance(data.train[0][0], np.ndarray)
     doubled = numbers()
     doubled.set_transform(lambda batch: {**batch, "x": [np.array(x) * 2 for x in batch["x"]]})
-    data = FromHuggingFace(doubled, input="x", num_clients=3)
-    data.setup("fit")
+    data = fitted(FromHuggingFace(doubled, input="x", num_clients=3))
     assert data.train[1][0].tolist() == pytest.approx([2 * x for x in numbers()[1]["x"]])
 
 
@@ -154,16 +149,14 @@ def test_a_transform_of_the_user_may_make_columns():
     rows = numbers().with_transform(
         lambda batch: {"values": [2 * torch.tensor(x) for x in batch["x"]], "y": batch["label"]}
     )
-    data = FromHuggingFace(rows, input="values", label="y", partition_by="site", val_size=0)
-    data.setup("fit")
+    data = fitted(FromHuggingFace(rows, input="values", label="y", partition_by="site", val_size=0))
     assert data.train[1][0].tolist() == pytest.approx([2 * x for x in numbers()[1]["x"]])
     assert data.class_labels is None
 
 
 def test_several_columns_are_a_dictionary():
     rows = numbers().rename_column("x", "input_ids").add_column("mask", [1] * 60)
-    data = FromHuggingFace(rows, input=["input_ids", "mask"], num_clients=3, batch_size=5)
-    data.setup("fit")
+    data = fitted(FromHuggingFace(rows, input=["input_ids", "mask"], num_clients=3, batch_size=5))
     batch = next(data.samples_of(0))
     assert {name: tuple(value.shape) for name, value in batch.items()} == {
         "input_ids": (18, 4),
@@ -174,27 +167,17 @@ def test_several_columns_are_a_dictionary():
 
 def test_a_selection_keeps_its_own_order():
     rows = numbers().shuffle(seed=0).select(range(40))
-    data = FromHuggingFace(rows, input="x", partition_by="site", val_size=0)
-    data.setup("fit")
+    data = fitted(FromHuggingFace(rows, input="x", partition_by="site", val_size=0))
     for client, name in enumerate(data.client_names):
         expected = [row["label"] for row in rows if row["site"] == name]
         assert torch.cat([y for _, y in data.samples_of(client)]).tolist() == expected
     assert data.class_labels.tolist() == rows["label"]
 
 
-def test_splits_of_a_dictionary():
-    parts = datasets.DatasetDict(train=numbers(), validation=numbers(10), test=numbers(8))
-    data = FromHuggingFace(parts, input="x", num_clients=3, label="label")
-    data.setup("fit")
-    data.setup("test")
-    assert [len(each) for each in (data.train, data.val, data.test)] == [60, 10, 8]
-
-
 def test_rows_of_the_server_need_no_client():
     val, test = numbers(5).remove_columns("site"), numbers(8).remove_columns("site")
     parts = datasets.DatasetDict(train=numbers(), validation=val, test=test)
-    data = FromHuggingFace(parts, input="x", partition_by="site")
-    data.setup("fit")
+    data = fitted(FromHuggingFace(parts, input="x", partition_by="site"))
     data.setup("test")
     assert (len(data.val), len(data.test), data.num_clients) == (5, 8, 7)
 
@@ -223,8 +206,9 @@ def test_memory_is_that_of_the_rows_that_are_read(tmp_path):
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
     del columns
     before = pa.total_allocated_bytes()
-    data = FromHuggingFace(str(tmp_path / "saved"), input="x", partition_by="who", batch_size=20)
-    data.setup("fit")
+    data = fitted(
+        FromHuggingFace(str(tmp_path / "saved"), input="x", partition_by="who", batch_size=20)
+    )
     next(data.samples_of(3))
     assert pa.total_allocated_bytes() - before < x.nbytes / 10
 
@@ -272,31 +256,13 @@ def test_splits_with_classes_in_another_order_are_refused(part):
 
 def test_keys_that_are_numbers_are_in_their_order():
     rows = numbers().add_column("center", [(11 * i) % 3 + 9 for i in range(60)])
-    data = FromHuggingFace(rows, input="x", label="label", partition_by="center", val_size=0)
-    data.setup("fit")
+    data = fitted(
+        FromHuggingFace(rows, input="x", label="label", partition_by="center", val_size=0)
+    )
     assert data.client_names == ["9", "10", "11"]
-    data = FromHuggingFace(
-        rows, input="x", label="label", partition_by="center", num_clients=2, val_size=0
+    data = fitted(
+        FromHuggingFace(
+            rows, input="x", label="label", partition_by="center", num_clients=2, val_size=0
+        )
     )
-    data.setup("fit")
     assert data.client_names == ["9 and 1 more", "10"]
-
-
-def test_a_saved_folder_is_read(tmp_path):
-    numbers().train_test_split(0.2, seed=0).save_to_disk(tmp_path / "saved")
-    data = FromHuggingFace(str(tmp_path / "saved"), input="x", partition_by="site", num_clients=4)
-    data.setup()
-    assert (len(data.train), len(data.test), len(data.parts)) == (48, 12, 4)
-
-
-def test_a_transform_gets_what_the_package_decodes():
-    seen = []
-    data = FromHuggingFace(
-        images()[0],
-        label="character",
-        transform=lambda x: seen.append(type(x)) or torch.zeros(2),
-        num_clients=3,
-    )
-    data.setup("fit")
-    assert data.train[0][0].shape == (2,)
-    assert issubclass(seen[0], Image.Image)

@@ -1,6 +1,5 @@
 """The image data sets: digits that come with scikit-learn, and torchvision's on disk."""
 
-import os
 import pickle
 
 import numpy as np
@@ -11,17 +10,12 @@ from torch import nn
 
 from layouts import N_TEST, N_TRAIN, cifar_layout, mnist_layout
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import (
-    CIFAR10,
-    MNIST,
-    Digits,
-    FashionMNIST,
-    ImageDataModule,
-)
+from lightning_fl.datamodules import CIFAR10, MNIST, Digits, FashionMNIST, ImageDataModule
 from lightning_fl.datamodules.speech_commands import SpeechCommands
 from lightning_fl.datamodules.spoken_digits import SpokenDigits
 from lightning_fl.objectives import ClientModule
 from lightning_fl.types import FederationError
+from payload import Payload
 
 
 def loaded(kind, *args, **options):
@@ -157,14 +151,6 @@ def test_missing_files_are_an_error_that_names_download(tmp_path, kind):
     words = rf"{kind.__name__} was not found in root='{tmp_path}': .*download=true"
     with pytest.raises(FederationError, match=words):
         loaded(kind, str(tmp_path))
-
-
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.path),))
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,15 @@ import multiprocessing
 import os
 import random
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    Dataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
+from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules import loader as loader_module
@@ -25,9 +21,10 @@ from lightning_fl.datamodules.loader import Batches, round_loader
 from lightning_fl.functional import RandomStream, derive_seed
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.partition import QuantitySkew
+from lightning_fl.policies import Schedule
 from lightning_fl.runners import VectorizedClients
-from lightning_fl.types import ClientBatches, FederationError, RoundPlan
-from numbered import Dicts, Lists, batches, federated, held, lists, numbered, numbers, plan
+from lightning_fl.types import FederationError, RoundPlan
+from numbered import Dicts, Lists, batches, federated, fitted, held, lists, numbered, numbers, plan
 from tutorial import Net, trainer
 
 
@@ -81,80 +78,6 @@ def test_getitems_is_called_once_a_batch():
     assert len(batches(data)) == data.train.calls == 16
 
 
-def work(data, num_steps, **layout):
-    clients = torch.arange(len(num_steps))
-    return RoundPlan(3, 1, clients, torch.tensor(num_steps), **layout)
-
-
-def read(data, plan):
-    """A round's batches, with the plan's steps beside them."""
-    data.plan = lambda: plan
-    loader = data.train_dataloader()
-    assert len(loader) == len(plan.schedule)
-    return list(zip(plan.schedule, loader, strict=True))
-
-
-def each_client(data, plan):
-    """What each client is trained on in each local step: ``{(client, step): samples}``.
-
-    VectorizedClients are filled up with samples of their own client, which are left out here,
-    unless each client's batch comes by itself.
-    """
-    found = {}
-    for step, batch in read(data, plan):
-        layout = step.steps, len(step.rows)
-        if isinstance(batch, ClientBatches):
-            for at, own in enumerate(batch):
-                i, row = step.start + at // len(step.rows), step.rows[at % len(step.rows)]
-                assert (own is None) == (i >= plan.num_steps[row])
-                if own is not None:
-                    assert set(own[0][:, 0].long().tolist()) <= set(data.parts[row].tolist())
-                    found[row, i] = own[0].tolist()
-            continue
-        x, _ = batch
-        x = x.view(*layout, len(x) // (step.steps * len(step.rows)), -1)
-        sizes = data.batch_sizes(plan.clients[list(step.rows)], step.start, step.steps)
-        assert sizes.shape == layout
-        for i in range(step.steps):
-            for k, row in enumerate(step.rows):
-                numbers = x[i, k, :, 0].long()
-                assert set(numbers.tolist()) <= set(data.parts[row].tolist())
-                size = int(sizes[i, k]) if step.start + i < plan.num_steps[row] else 0
-                assert (numbers[size:] == numbers[0]).all()
-                if size:
-                    found[row, step.start + i] = x[i, k, :size].tolist()
-    return found
-
-
-LAYOUTS = [
-    {"group_size": group_size, "steps_per_batch": steps}
-    for group_size, steps in ((1, 1), (1, 3), (2, 1), (3, 2), (5, 1), (5, 4), (9, 50))
-]
-NUM_STEPS = [3, 8, 1, 4, 6]
-
-
-OPTIONS = [
-    {},
-    {"batch_size": 5},
-    {"batch_size": 5, "drop_last": True},
-    {"batch_size": 5, "replacement": True},
-    {"batch_size": None},
-    {"batch_size": 1},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_vectorized_a_client_has_the_samples_that_it_has_alone(options):
-    data = federated(numbered(70), partition=QuantitySkew(), num_clients=5, **options)
-    alone = {
-        (step.rows[0], step.start): batch[0][:, None].tolist()
-        for step, batch in read(data, work(data, NUM_STEPS))
-    }
-    assert len(alone) == sum(NUM_STEPS)
-    for layout in LAYOUTS:
-        assert each_client(data, work(data, NUM_STEPS, **layout)) == alone, layout
-
-
 class DrawsAlways(Dataset):
     """Transforms that draw from all of the global generators."""
 
@@ -169,13 +92,25 @@ class DrawsAlways(Dataset):
         return torch.tensor([float(i), *noise]), self.labels[i]
 
 
-def test_vectorized_random_transforms_draw_what_they_draw_alone():
-    data = federated(DrawsAlways(), partition=QuantitySkew(), num_clients=5, batch_size=4)
-    alone = each_client(data, work(data, NUM_STEPS))
-    draws = [tuple(sample) for batch in alone.values() for sample in batch]
-    assert len(set(draws)) == len(draws)
-    for layout in LAYOUTS:
-        assert each_client(data, work(data, NUM_STEPS, **layout)) == alone, layout
+class Scaled(ClientModule):
+    """The number of a sample is about as large as its noise."""
+
+    def forward(self, x):
+        return self.net(x.double() / torch.tensor([70.0, 1.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("options", [{}, {"replacement": True}, {"batch_size": 1}], ids=str)
+def test_vectorized_a_client_has_the_random_samples_that_it_has_alone(fit, flat, options):
+    options, found = {"partition": QuantitySkew(), "num_clients": 5, "batch_size": 4} | options, []
+    for group_size in (None, 2, 5):
+        torch.manual_seed(0)
+        module = Scaled(torch.nn.Linear(4, 3), optimizer=partial(torch.optim.SGD, lr=0.1)).double()
+        user = module if group_size is None else VectorizedClients(module, group_size, False)
+        loop = FederatedLoop(policy=Schedule(num_steps=5), seed=0)
+        fit(user, loop, FederatedDataModule(DrawsAlways(), **options), rounds=1)
+        found.append(flat(module))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
 
 
 class Noisy(Lists):
@@ -298,8 +233,9 @@ def drop_corrupt(samples):
 )
 def test_a_batch_that_is_none_is_refused(fit, foreign, data, blobs, wrap, options, loader):
     samples = Corrupt(blobs(12), ())
-    federation = data(samples, num_clients=3, batch_size=1, collate_fn=drop_corrupt, **loader)
-    federation.setup("fit")
+    federation = fitted(
+        data(samples, num_clients=3, batch_size=1, collate_fn=drop_corrupt, **loader)
+    )
     corrupt = samples.corrupt = set(federation.parts[1].tolist())
     with pytest.raises(FederationError) as raised:
         fit(wrap(foreign(batchnorm=False)), datamodule=federation, rounds=1, **options)
@@ -325,8 +261,7 @@ def test_a_sample_that_cannot_be_read_is_named_with_its_client(
     fit, foreign, data, blobs, group_size, workers
 ):
     samples = Unreadable(blobs(12), ())
-    federation = data(samples, num_clients=3, batch_size=1, num_workers=workers)
-    federation.setup("fit")
+    federation = fitted(data(samples, num_clients=3, batch_size=1, num_workers=workers))
     first = {0}  # is read before the first round
     corrupt = samples.corrupt = set(federation.parts[1].tolist()) - first
     module = foreign(batchnorm=False)
@@ -340,8 +275,9 @@ def test_a_sample_that_cannot_be_read_is_named_with_its_client(
 
 
 def test_batches_of_validation_are_refused_too(data, blobs):
-    federation = data(blobs(12), val=Corrupt(blobs(4), {0, 1, 2, 3}), collate_fn=drop_corrupt)
-    federation.setup("fit")
+    federation = fitted(
+        data(blobs(12), val=Corrupt(blobs(4), {0, 1, 2, 3}), collate_fn=drop_corrupt)
+    )
     with pytest.raises(FederationError, match=r"for the samples \[0, 1, 2, 3\] of val, but"):
         list(federation.val_dataloader())
 
@@ -354,8 +290,7 @@ def test_each_step_of_fine_tuning_draws_its_own_random_numbers():
         def __getitem__(self, index):
             return torch.rand(()), index
 
-    data = FederatedDataModule(Noise(), num_clients=1, batch_size=4, val_size=0, seed=0)
-    data.setup("fit")
+    data = fitted(FederatedDataModule(Noise(), num_clients=1, batch_size=4, val_size=0, seed=0))
     steps = data.steps_of(0, torch.Generator().manual_seed(0))
     drawn = torch.cat([next(steps)[0] for _ in range(5)])
     assert len(drawn.unique()) == 20
@@ -377,10 +312,11 @@ class DrawsInWorkers(Dataset):
 
 def test_loader_processes_have_other_seeds_in_each_round_and_run_and_process():
     def first(seed=0, round=0, rank=0):
-        data = FederatedDataModule(
-            DrawsInWorkers(), num_clients=3, val_size=6, num_workers=1, seed=seed, batch_size=6
+        data = fitted(
+            FederatedDataModule(
+                DrawsInWorkers(), num_clients=3, val_size=6, num_workers=1, seed=seed, batch_size=6
+            )
         )
-        data.setup("fit")
         steps = data.batches_per_epoch
         made = RoundPlan(seed, round, torch.arange(3), steps, rank=rank, world_size=3)
         data.plan = lambda: made
@@ -395,8 +331,9 @@ def test_loader_processes_have_other_seeds_in_each_round_and_run_and_process():
 
 def test_loader_processes_have_other_seeds_in_each_epoch_of_centralized_training():
     def drawn(epoch):
-        data = FederatedDataModule(DrawsInWorkers(), num_clients=3, val_size=0, num_workers=1)
-        data.setup("fit")
+        data = fitted(
+            FederatedDataModule(DrawsInWorkers(), num_clients=3, val_size=0, num_workers=1)
+        )
         loader = data.train_dataloader()
         loader.sampler.trainer = SimpleNamespace(
             current_epoch=epoch, fit_loop=SimpleNamespace(is_resuming=False)

@@ -118,32 +118,28 @@ def test_data_sets_of_hugging_face(fit, columns):
     assert sum(int(row[2]) for row in rows[1:]) == 54
 
 
-def test_cifar10(fit, tmp_path):
-    cifar_layout(tmp_path)
-    small = [f"--data.init_args.{o}" for o in (f"root={tmp_path}", "num_clients=3", "val_size=5")]
-    small += [
-        "--data.init_args.partition.init_args.min_size=2",
-        "--model.init_args.net.init_args.width=2",
-    ]
-    assert len(fit("cifar10_dirichlet", *small)) == 4
+SMALL = "model.init_args.net.init_args={width: 2, hidden: 4}"
+#: The layout of the files of a data set, and options for few samples.
+FILES = {
+    "cifar10_dirichlet": (
+        *(cifar_layout, "data.init_args.partition.init_args.min_size=2"),
+        *("data.init_args.num_clients=3", "data.init_args.val_size=5"),
+        "model.init_args.net.init_args.width=2",
+    ),
+    "speech_commands": (
+        *(speech_commands_layout, 'data.init_args.keywords=["yes","no"]'),
+        *("data.init_args.val_size=0", "federation.clients_per_round=1", SMALL),
+    ),
+    "spoken_digits": (spoken_digits_layout, "data.init_args.val_size=0", SMALL),
+}
 
 
-def test_speech_commands(fit, tmp_path):
-    speech_commands_layout(tmp_path)
-    small = [f"--data.init_args.{o}" for o in (f"root={tmp_path}", 'keywords=["yes","no"]')]
-    small += [
-        "--model.init_args.net.init_args={width: 2, hidden: 4}",
-        "--data.init_args.val_size=0",
-    ]
-    rows = fit("speech_commands", "--federation.clients_per_round=1", *small)
-    assert len(rows) > 1
-
-
-def test_spoken_digits(fit, tmp_path):
-    spoken_digits_layout(tmp_path)
-    small = [f"--data.init_args.{o}" for o in (f"root={tmp_path}", "val_size=0")]
-    rows = fit("spoken_digits", "--model.init_args.net.init_args={width: 2, hidden: 4}", *small)
-    assert len(rows) > 2
+@pytest.mark.parametrize(("name", "clients"), list(zip(FILES, (3, 2, 2), strict=True)))
+def test_data_sets_of_files(fit, tmp_path, name, clients):
+    layout, *small = FILES[name]
+    layout(tmp_path)
+    rows = fit(name, *(f"--{each}" for each in (f"data.init_args.root={tmp_path}", *small)))
+    assert len(rows) == 1 + clients
 
 
 def test_newsgroups(fit, monkeypatch):

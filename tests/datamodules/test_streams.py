@@ -21,6 +21,7 @@ from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.testing import Run, check_federation
 from lightning_fl.types import FederationError
+from numbered import fitted
 
 
 def sample(owner, i):
@@ -127,12 +128,10 @@ def test_clients_that_are_not_sampled_wait(train):
 
 
 def test_num_samples_are_the_weights_of_clients():
-    data = streams(num_samples=7)
-    data.setup("fit")
+    data = fitted(streams(num_samples=7))
     assert data.num_samples.tolist() == [7, 7, 7]
     assert (data.client_names, data.class_counts) == ([*SIZES], None)
-    data = FederatedDataModule.from_clients([Once(0), Once(1)], num_samples=4, val_size=0)
-    data.setup("fit")
+    data = fitted(FederatedDataModule.from_clients([Once(0), Once(1)], num_samples=4, val_size=0))
     assert data.num_samples.tolist() == [4, 4]
 
 
@@ -150,28 +149,21 @@ def test_a_loader_with_workers_is_a_stream(train):
     assert by_owner(module.read) == [list(range(2 * n)) for n in SIZES.values()]
 
 
-@pytest.mark.parametrize("group_size", [None, 3])
-def test_an_interrupted_run_resumes_bit_for_bit(train, tmp_path, group_size):
-    def go(module, rounds=4, **options):
-        user = module if group_size is None else VectorizedClients(module, group_size)
+def test_an_interrupted_run_resumes_bit_for_bit(train, tmp_path):
+    def go(module, **options):
         callbacks = [RoundCheckpoint(tmp_path), PersonalizedEvaluation(steps=2, every_n_rounds=2)]
         options |= {"callbacks": callbacks, "enable_checkpointing": True}
-        train(streams(with_tests=True), user, rounds, **options)
+        train(streams(with_tests=True), module, 4, **options)
         return torch.cat([p.detach().flatten() for p in module.parameters()]), callbacks[1].rows
 
-    is_alone = group_size is None
-    whole, rows = go(Reading(notes=is_alone))
-    if is_alone:
-        with pytest.raises(SystemExit):
-            go(Reading(fail_after=21))  # in the last step of the third round
-    else:
-        go(Reading(notes=False), rounds=2)
-    module = Reading(notes=is_alone)
+    whole, rows = go(Reading())
+    with pytest.raises(SystemExit):
+        go(Reading(fail_after=21))  # in the last step of the third round
+    module = Reading()
     resumed, again = go(module, ckpt_path=tmp_path / "last.ckpt")
     assert torch.equal(whole, resumed)
     assert rows == again
-    if is_alone:
-        assert by_owner(module.read) == [list(range(2 * n, 4 * n)) for n in SIZES.values()]
+    assert by_owner(module.read) == [list(range(2 * n, 4 * n)) for n in SIZES.values()]
 
 
 @pytest.mark.parametrize("kind", [Once, Stream])
@@ -192,8 +184,7 @@ def test_the_whole_run_is_checked():
 
 
 def test_what_reads_ahead_goes_back():
-    data = streams(with_tests=True, eval_batch_size=3)
-    data.setup("fit")
+    data = fitted(streams(with_tests=True, eval_batch_size=3))
     data.train.__getitems__([0, 1])  # two steps of training
     ahead = [x[:, 0].tolist() for x, _ in data.samples_of(0)]
     assert ahead == [[2, 3, 4], [5, 6]]
@@ -293,8 +284,7 @@ def test_what_else_cannot_be_is_refused(train, monkeypatch):
         streams(partition=Dirichlet())
     with pytest.raises(FederationError, match="val_size needs samples with an index"):
         streams(val=(held_out(0), None), val_size=2)
-    data = streams(val=held_out(0), val_size=2)
-    data.setup("fit")
+    data = fitted(streams(val=held_out(0), val_size=2))
     monkeypatch.setattr(data, "_processes", lambda: (0, 2))
     with pytest.raises(FederationError, match="train in one process"):
         data.train_dataloader()

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.partition import ByLabel, Dirichlet, FromManifest, Manifest, Natural, summary
 from lightning_fl.types import FederationError
-from numbered import batches, federated, held, joined, lists, numbered, numbers
+from numbered import batches, federated, fitted, held, joined, lists, numbered, numbers
 
 WRITERS = ["ada", "bob", "cyd", "dan", "eve"] * 12
 
@@ -75,8 +75,7 @@ def test_test_sets_of_clients_follow_their_clients():
         name: (TensorDataset(torch.full((4,), i)), TensorDataset(torch.full((2,), 10 + i)))
         for i, name in enumerate("abc")
     }
-    data = FederatedDataModule.from_clients(clients, val_size=0, unseen_clients=["a"])
-    data.setup("fit")
+    data = fitted(FederatedDataModule.from_clients(clients, val_size=0, unseen_clients=["a"]))
     values = data.train.tensors[0]
     assert data.client_names == ["b", "c", "a"]
     assert [values[part].unique().tolist() for part in data.parts] == [[1], [2]]

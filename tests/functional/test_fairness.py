@@ -5,12 +5,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from lightning_fl.functional.fairness import (
-    ascend_mixture,
-    draw_from_mixture,
-    fair_weights,
-    project_to_simplex,
-)
+from lightning_fl.functional.fairness import ascend_mixture, draw_from_mixture, project_to_simplex
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -79,13 +74,3 @@ def test_draws_have_the_probabilities():
     assert {int(d.sum()) for d in draws} == {int(e.sum()) for e in evaluated} == {3}
     chosen = torch.stack(evaluated).double().mean(0)
     torch.testing.assert_close(chosen, torch.full((4,), 0.75).double(), rtol=0, atol=0.03)
-
-
-def test_powers_of_losses():
-    losses = torch.tensor([1e-12, 0.5, 3.0], dtype=torch.float64)
-    clamped = torch.tensor([1e-10, 0.5, 3.0], dtype=torch.float64)
-    for q in (0.2, 1.0, 6.0):
-        weights, slopes = fair_weights(losses, q)
-        torch.testing.assert_close(weights, clamped**q, rtol=1e-12, atol=0)
-        torch.testing.assert_close(slopes, q * clamped ** (q - 1), rtol=1e-12, atol=0)
-    assert [t.tolist() for t in fair_weights(losses, 0.0)] == [[1.0] * 3, [0.0] * 3]

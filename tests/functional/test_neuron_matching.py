@@ -73,19 +73,6 @@ def test_gains_are_what_an_assignment_adds_to_the_objective(popularity):
         assert expected == pytest.approx(after - before, abs=1e-10)
 
 
-def test_atoms_and_counts_agree_with_loops():
-    prior = process(2, 3, gamma=0.4)
-    values, own = [rand(3, 2, seed=s) for s in range(3)], [rand(2, seed=s).exp() for s in range(3)]
-    start = [[0, 1, 2], [3, 1, 0], [3, 4, 5]]
-    found = match(prior, values, own, sweeps=0, start=[torch.tensor(a) for a in start])
-    for atom in range(6):  # proposition 1
-        holders = [(c, n) for c in range(3) for n in range(3) if start[c][n] == atom]
-        top = prior.mean * prior.precision + sum(own[c] * values[c][n] for c, n in holders)
-        low = prior.precision + sum(own[c] for c, _ in holders)
-        torch.testing.assert_close(found.atoms[atom], top / low, rtol=1e-12, atol=1e-12)
-    assert found.counts.tolist() == [2, 2, 1, 2, 1, 1]
-
-
 def swept(prior, values, own, start, orders):
     """The procedure of the paper in loops: each client in turn gets its best of all assignments.
 
@@ -519,16 +506,6 @@ def test_a_class_without_samples_weighs_clients_equally(how):
     zero, same = (how(nets, counts, orders=[[0, 1]] * 6).layers for counts in (zero, same))
     for one, other in zip(zero, same, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_client_gets_the_best_of_all_assignments(seed):
-    gain = rand(3, 5, seed=seed)
-    found = best_assignment(gain)
-    best = max(
-        permutations(range(5), 3), key=lambda a: sum(float(gain[row, c]) for row, c in enumerate(a))
-    )
-    assert found.tolist() == list(best)
 
 
 def test_identical_clients_collapse_and_far_ones_stay_apart():

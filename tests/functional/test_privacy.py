@@ -10,7 +10,6 @@ from scipy import integrate, stats
 from lightning_fl.functional.privacy import (
     clipped_update,
     epsilon,
-    next_clip,
     noise_beside_a_count,
     noise_multiplier,
 )
@@ -127,16 +126,6 @@ def test_clipped_by_hand_and_never_longer():
     for _ in range(50):
         long = 1e4 * torch.randn(997, generator=random)
         assert float(clipped_update(long.double(), 0.1)[0].norm()) <= 0.1 * (1 + 1e-12)
-
-
-def test_the_norm_follows_a_quantile():
-    """Steps on exact parts end at the median of the norms."""
-    norms = torch.rand(2001, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
-    clip = 50.0
-    for _ in range(200):
-        clip = next_clip(clip, float((norms <= clip).double().mean()), quantile=0.5, lr=0.2)
-    assert clip == pytest.approx(float(norms.median()), rel=1e-3)
-    assert next_clip(2.0, 1.0, 0.5, 0.2) == pytest.approx(2 * math.exp(-0.1))
 
 
 def test_without_the_library_the_error_says_how_to_get_it(monkeypatch):

@@ -5,13 +5,7 @@ import pytest
 import torch
 
 import lightning_fl.functional.summation as summation
-from lightning_fl.functional.summation import (
-    VectorSum,
-    add_rows,
-    empty_sum,
-    merged_sums,
-    sum_value,
-)
+from lightning_fl.functional.summation import VectorSum, add_rows, empty_sum, merged_sums, sum_value
 
 
 def addends(count=24, size=40, seed=0):

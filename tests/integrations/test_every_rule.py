@@ -6,17 +6,16 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 from adapted import Adapted
-from apart import compare, federation
+from apart import compare, federation, net
 from lightning_fl import ClientModule, aggregators, policies, samplers
 from lightning_fl.aggregators import AFL, PowerOfChoice
 from lightning_fl.objectives import FedLC, Proximal
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
+from mlp import MATCHED
 
-MATCHED = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
 CANDIDATES = [{"num_steps": 1}, {"num_steps": 3}]
 GRID = {"lr": [0.05, 0.1], "num_steps": [1, 2, 3]}
 #: Options of those that need some.
@@ -72,9 +71,8 @@ def kinds(package):
 def module(name):
     if name in ("FlexLoRA", "ZeroPadding"):
         return Adapted(2, features=4, classes=2).double()
-    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    terms = [Proximal(0.3)] if name == "AdaptiveMu" else []
-    return ClientModule(net, terms, partial(torch.optim.SGD, lr=0.1))
+    terms = {"AdaptiveMu": [Proximal(0.3)], "class counts": [FedLC()]}.get(name, [])
+    return ClientModule(net(), terms, partial(torch.optim.SGD, lr=0.1))
 
 
 def check(name, folder, rule=None, **options):
@@ -111,10 +109,4 @@ def test_a_sampler(tmp_path, name, kind):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_term_gets_the_class_counts_of_its_client(tmp_path, own):
-    def make():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-        return ClientModule(net, [FedLC()], partial(torch.optim.SGD, lr=0.1))
-
-    options = {"policy": Schedule(lr=0.1, local_epochs=1), "clients_per_round": 4}
-    compare(tmp_path, make, own=own, **options)
+    check("class counts", tmp_path, own=own)

@@ -150,6 +150,13 @@ class Deployment:
             *("--port", port, "--node-config", f"partition-id={client} num-partitions=2"),
         )
 
+    def begin(self):
+        """Start a link and two nodes, and run the app on them."""
+        self.link()
+        for client in (0, 1):
+            self.node(client)
+        self.run()
+
     def run(self):
         command = [str(Path(sys.executable).parent / "flwr"), "run", "app", "here"]
         for _ in range(30):  # until the SuperLink listens
@@ -210,10 +217,7 @@ def deployed(tmp_path):
 
 def test_separate_processes_give_the_weights_of_the_loop(tmp_path, deployed):
     sites = deployed("SCAFFOLD", rounds=3)
-    sites.link()
-    for client in (0, 1):
-        sites.node(client)
-    sites.run()
+    sites.begin()
     expected = by_the_loop("SCAFFOLD", tmp_path, rounds=3, clients=2, sampled=2)
     assert largest_difference(sites.wait(), expected) == 0
 
@@ -221,18 +225,13 @@ def test_separate_processes_give_the_weights_of_the_loop(tmp_path, deployed):
 def test_a_run_whose_superlink_was_killed_resumes(tmp_path, deployed):
     """The server repeats the round in which it was killed, and the clients begin it again."""
     sites = deployed("SCAFFOLD", rounds=4)
-    sites.link()
-    for client in (0, 1):
-        sites.node(client)
-    sites.run()
+    sites.begin()
     sites.wait_for(lambda: rounds_in(sites.result.with_suffix(".ckpt")) >= 1)
     sites.kill("link")
     assert not sites.result.exists()
-    sites.link()
     for client in (0, 1):  # their link does not know them any more: a service starts them again
         sites.kill(f"node{client}")
-        sites.node(client)
-    sites.run()
+    sites.begin()
     expected = by_the_loop("SCAFFOLD", tmp_path, rounds=4, clients=2, sampled=2)
     assert largest_difference(sites.wait(), expected) == 0
 
@@ -241,10 +240,7 @@ def test_a_run_whose_superlink_was_killed_resumes(tmp_path, deployed):
 def test_a_round_completes_whose_supernode_was_killed(deployed):
     """The others train on without its client."""
     sites = deployed(flower_apps.HANGS, rounds=3)
-    sites.link()
-    for client in (0, 1):
-        sites.node(client)
-    sites.run()
+    sites.begin()
     sites.wait_for(sites.result.with_suffix(".hangs").exists)
     sites.kill("node1")
     found = sites.wait()

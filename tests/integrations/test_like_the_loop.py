@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from adapted import Adapted
-from apart import CPU, compare, federation, replies_of, run, train
+from apart import CPU, compare, federation, net, replies_of, run, train
 from frozen import frozen_once
 from grids import diagonal, others_slow
 from lightning_fl import ClientModule, aggregators
@@ -34,7 +34,7 @@ class Net(LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+        self.net = net()
 
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -47,8 +47,7 @@ class Net(LightningModule):
 
 
 def linear(*terms):
-    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    return ClientModule(net, terms, partial(torch.optim.SGD, lr=0.1))
+    return ClientModule(net(), terms, partial(torch.optim.SGD, lr=0.1))
 
 
 class Deep(Net):

@@ -1,15 +1,24 @@
 """What happens to a server and its clients when something is lost, damaged or wrong."""
 
-import os
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import nn
 
-from apart import CPU, ROUNDS, assert_same, by_the_loop, federation, made, replies_of, run, train
+from apart import (
+    CPU,
+    ROUNDS,
+    assert_same,
+    by_the_loop,
+    federation,
+    made,
+    net,
+    replies_of,
+    run,
+    train,
+)
 from lightning_fl.aggregators import PFNM, FedAdam, FedBuff, Scaffold
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import Kept, file_of
@@ -17,6 +26,7 @@ from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.objectives import ClientModule
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.types import FederationError
+from payload import Payload
 from two_classes import samples
 
 #: Rounds and clients whose reply is lost.
@@ -24,7 +34,7 @@ LOST = {(0, 2), (1, 2), (2, 2), (1, 0)}
 
 
 def module():
-    return ClientModule(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double())
+    return ClientModule(net())
 
 
 class Learning(HyperparameterPolicy):
@@ -91,16 +101,6 @@ def test_client_keeps_the_states_of_its_last_used_and_its_last_update(tmp_path):
     assert kept.at(0) == {}
     kept.after(16, 17, {"c": torch.ones(1)}).write(tmp_path / "client.pt")
     assert Kept.read(tmp_path / "client.pt").at(17)["c"] == 1
-
-
-class Payload:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.path),))
 
 
 def of_torch(content):

@@ -6,23 +6,19 @@ import torch
 from by_hand import (
     LR,
     assert_equal,
+    copied,
     cross_entropy,
     forward,
     local,
+    module,
     moved,
     network,
-    sgd,
     simulate,
     start,
     task_gradient,
 )
-from lightning_fl import ClientModule
 from lightning_fl.callbacks import PersonalizedEvaluation
 from lightning_fl.objectives import APFL
-
-
-def module(*terms, batchnorm=True, **options):
-    return ClientModule(network(batchnorm), terms, sgd(**options)).double()
 
 
 @pytest.mark.parametrize(("batchnorm", "alpha", "decay"), [(False, 0.97, 0.0), (True, 0.5, 0.1)])
@@ -36,11 +32,7 @@ def test_by_hand(run, batchnorm, alpha, decay):
 
     def train(client, w, buffers, batches):
         nonlocal bounded
-        new = (
-            w,
-            {n: b.clone() for n, b in buffers.items()},
-            torch.tensor(alpha, dtype=torch.float64),
-        )
+        new = w, copied(buffers), torch.tensor(alpha, dtype=torch.float64)
         v, statistics, a = personal.get(client, new)
         for x, y in batches:
             v_, w_ = (

@@ -304,14 +304,6 @@ def test_the_validation_loss_is_summed_in_single_precision(fit, data, precision)
     assert module.trainer.callback_metrics["val_loss"].item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_samples_loss_is_its_cross_entropy(module, blobs):
-    x, y = blobs(7).tensors
-    made = module()
-    expected = cross_entropy(*own(made), x, y)[0]
-    torch.testing.assert_close(made.federated_losses((x, y)), expected)
-    torch.testing.assert_close(made.federated_losses((None, y), outputs=made(x)), expected)
-
-
 def test_weights_of_samples_make_a_weighted_mean(module, blobs):
     x, y = blobs(7).tensors
     made = module()

@@ -18,7 +18,6 @@ from lightning_fl.optimizers import PFedMe
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.types import FederationError
 from two_classes import samples
-from written_plainly import vector
 
 pytest.importorskip("opacus", reason='needs pip install ".[privacy]"')
 SGD = partial(torch.optim.SGD, lr=0.3)
@@ -180,28 +179,11 @@ def test_each_client_has_an_epsilon_and_the_table_the_largest(fit):
     assert losses[-1] == pytest.approx(max(accountant.epsilons().values()), rel=1e-6)
 
 
-def test_steps_of_both_kinds_count_in_a_run_that_is_resumed_with_other_noise(fit, tmp_path):
-    expected = run(fit, made(), rounds=4)
-
-    def saved(module, rounds, path=None):
-        saver = RoundCheckpoint(dirpath=tmp_path, every_n_rounds=1)
-        trainer = {"enable_checkpointing": True, "ckpt_path": path}
-        return run(fit, module, rounds=rounds, callbacks=[saver], trainer=trainer)
-
-    saved(made(), 2)
-    loop = saved(made(seed=7, noise_multiplier=2.0), 4, tmp_path / "last.ckpt")
-    last = loop.rows[-1]["sample_epsilon"]
-    assert loop.rows[1]["sample_epsilon"] < last < expected.rows[-1]["sample_epsilon"]
-
-
 def test_a_second_fit_of_a_module_adds_to_the_loss_of_the_first(fit):
     whole = run(fit, made(), rounds=4).rows[-1]["sample_epsilon"]
     module = made()
     run(fit, module)
     assert run(fit, module).rows[-1]["sample_epsilon"] > 0.9 * whole
-
-
-# --- randomness -----------------------------------------------------------------------------------
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -240,11 +222,8 @@ def test_without_noise_clipping_and_drawing_it_is_sgd():
         torch.testing.assert_close(found[name], p.grad, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("noise", [1.0, 2.0])
-def test_a_resumed_run_has_the_bits_and_the_loss_of_an_uninterrupted_one(fit, tmp_path, noise):
-    """With other noise from then on, both kinds of steps count."""
-    whole, second = made(), made(seed=7, noise_multiplier=noise)
-    expected = run(fit, whole, rounds=4)
+def test_steps_of_both_kinds_count_in_a_run_that_is_resumed_with_other_noise(fit, tmp_path):
+    expected = run(fit, made(), rounds=4)
 
     def saved(module, rounds, path=None):
         saver = RoundCheckpoint(dirpath=tmp_path, every_n_rounds=1)
@@ -252,13 +231,9 @@ def test_a_resumed_run_has_the_bits_and_the_loss_of_an_uninterrupted_one(fit, tm
         return run(fit, module, rounds=rounds, callbacks=[saver], trainer=trainer)
 
     saved(made(), 2)
-    loop = saved(second, 4, tmp_path / "last.ckpt")
-    if noise == 1.0:
-        assert torch.equal(vector(second), vector(whole))
-        assert loop.rows == expected.rows
-    else:
-        last = loop.rows[-1]["sample_epsilon"]
-        assert loop.rows[1]["sample_epsilon"] < last < expected.rows[-1]["sample_epsilon"]
+    loop = saved(made(seed=7, noise_multiplier=2.0), 4, tmp_path / "last.ckpt")
+    last = loop.rows[-1]["sample_epsilon"]
+    assert loop.rows[1]["sample_epsilon"] < last < expected.rows[-1]["sample_epsilon"]
 
 
 def test_random_numbers_depend_on_seed_round_and_client_alone(fit):

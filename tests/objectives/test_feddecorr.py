@@ -4,15 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from by_hand import cross_entropy, forward, gradient, moved, network, sgd, simulate
+from by_hand import cross_entropy, forward, gradient, module, moved, network, sgd, simulate
 from lightning_fl import ClientModule
 from lightning_fl.functional.decorrelation import correlation_penalty
 from lightning_fl.objectives import FedDecorr
 from lightning_fl.types import FederationError
-
-
-def module(*terms):
-    return ClientModule(network(True), terms, sgd()).double()
 
 
 def penalty(f):

@@ -1,4 +1,4 @@
-"""FedEM: E steps by brute force, whole rounds, its limit case, vectorized, resumes, groups."""
+"""FedEM: E steps by brute force, whole rounds, its limit case, and what it refuses."""
 
 import copy
 import functools
@@ -8,19 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import Gossip
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.functional.mixture import (
-    log_responsibilities,
-    mixture_log_probabilities,
-)
+from lightning_fl.functional.mixture import log_responsibilities, mixture_log_probabilities
 from lightning_fl.objectives import FedEM
-from lightning_fl.partition import Dirichlet, Natural
+from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
@@ -233,24 +228,6 @@ def test_who_took_no_part_gets_weights_of_its_own_before_it_is_scored(fit, blobs
     torch.testing.assert_close(found, next(w for c, w in seen if c == absent))
 
 
-@pytest.fixture
-def groups():
-    """Six clients: three learn the sign of the first number, three its opposite."""
-
-    def make():
-        random = torch.Generator().manual_seed(0)
-        x = torch.randn(600, 2, generator=random, dtype=torch.float64)
-        y = (x[:, 0] > 0).long()
-        y[300:] = 1 - y[300:]
-        keys = torch.arange(600).div(100, rounding_mode="floor").tolist()
-        options = {"num_clients": None, "partition": Natural(), "keys": keys, "batch_size": 20}
-        return FederatedDataModule(
-            TensorDataset(x, y), local_test_size=0.2, seed=1, val_size=0.1, **options
-        )
-
-    return make
-
-
 def test_a_small_weight_is_not_rounded_to_zero():
     """By hand: q = 1e-50 / (1 + 1e-50) for the first sample, which float32 does not have."""
     losses = torch.tensor([[0.0, math.log(1e50)], [0.0, math.log(1e60)]])
@@ -258,31 +235,3 @@ def test_a_small_weight_is_not_rounded_to_zero():
     expected = torch.tensor([[0.0, -math.log(1e50)], [0.0, -math.log(1e60)]])
     torch.testing.assert_close(log_q, expected)
     assert responsibilities(losses, torch.tensor([0.5, 0.5]).log())[:, 1].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("rule", [None, pytest.param(Gossip("ring"), marks=pytest.mark.slow)])
-def test_clients_of_two_kinds_find_their_component_and_a_new_one_adapts(fit, groups, rule):
-    scores = {}
-    for name, rounds in (("fedem", 40), ("fedavg", 8)):
-        torch.manual_seed(0)
-        net = nn.Linear(2, 2)
-        module = FedEM(net, 2, sgd) if name == "fedem" else ClientModule(net, optimizer=sgd)
-        together = VectorizedClients(module.double(), 6, compile=False)  # to be quick
-        callback = PersonalizedEvaluation(steps=0)
-        aggregator = rule if name == "fedem" else None
-        loop = FederatedLoop(aggregator=aggregator, policy=Schedule(local_epochs=1), seed=0)
-        data = groups()
-        fit(together, loop, data, rounds=rounds, callbacks=[callback])
-        scores[name] = loop.rows[-1]["server/mean"]
-        if name == "fedem":
-            weights = [loop.store.get(c)["parameter.log_expected"] for c in range(6)]
-            kinds = [int(w.argmax()) for w in weights]
-            assert kinds[:3] == [kinds[0]] * 3
-            assert kinds[3:] == [1 - kinds[0]] * 3
-        if name == "fedem" and rule is None:
-            x, y = data.train.fetch(data.local_tests[4])
-            alone = (module(x).argmax(1) == y).double().mean()
-            assert module.adapt(data.train.fetch(data.parts[4])).max() > 0.7
-            assert (module(x).argmax(1) == y).double().mean() > max(0.9, alone)
-    assert scores["fedem"] > 0.95
-    assert scores["fedavg"] < 0.7

@@ -7,16 +7,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from by_hand import assert_equal, forward, gradient, moved, network, sgd, simulate, skewed
+from by_hand import assert_equal, forward, gradient, module, moved, network, sgd, simulate, skewed
 from lightning_fl import ClientModule, FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.calibration import calibrated_logits
 from lightning_fl.objectives import FedLC, FedRS
 from lightning_fl.types import FederationError
-
-
-def module(*terms, batchnorm=True):
-    return ClientModule(network(batchnorm), terms, sgd()).double()
 
 
 def calibrated(z, y, n):

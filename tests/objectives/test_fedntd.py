@@ -3,14 +3,19 @@
 import pytest
 import torch
 
-from by_hand import assert_equal, cross_entropy, forward, gradient, moved, network, sgd, simulate
-from lightning_fl import ClientModule
+from by_hand import (
+    assert_equal,
+    copied,
+    cross_entropy,
+    forward,
+    gradient,
+    module,
+    moved,
+    network,
+    simulate,
+)
 from lightning_fl.functional.distillation import not_true_divergence
 from lightning_fl.objectives import FedNTD
-
-
-def module(*terms, batchnorm=True):
-    return ClientModule(network(batchnorm), terms, sgd()).double()
 
 
 def divergence(z, teacher, y, tau):
@@ -32,7 +37,7 @@ def test_by_hand(run, batchnorm):
     _, rounds, data = run(user, rounds=2)
 
     def train(client, params, buffers, batches):
-        received = params, {n: b.clone() for n, b in buffers.items()}
+        received = params, copied(buffers)
         for x, y in batches:
             teacher = forward(*received, x, train=False)[1]
 

@@ -164,5 +164,3 @@ def test_labels_that_are_no_classes_are_refused(fit):
     data = FederatedDataModule(rows, rows, num_clients=2, batch_size=4)
     with pytest.raises(FederationError, match="FedProto requires the number of samples of each"):
         fit(module(), FederatedLoop(**LOCAL), data, rounds=1)
-    with pytest.raises(FederationError, match="strength"):
-        FedProto(-1.0)

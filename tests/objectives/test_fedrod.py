@@ -9,6 +9,7 @@ from by_hand import (
     cross_entropy,
     forward,
     gradient,
+    module,
     moved,
     network,
     sgd,
@@ -24,10 +25,6 @@ from lightning_fl.types import FederationError
 from two_classes import samples
 
 HEAD = "parameter.terms.0.head."
-
-
-def module(*terms, batchnorm=True):
-    return ClientModule(network(batchnorm), terms, sgd()).double()
 
 
 def balanced(z, y, n, gamma):

@@ -3,13 +3,9 @@
 import pytest
 import torch
 
-from by_hand import assert_equal, moved, network, sgd, simulate, task_gradient
+from by_hand import assert_equal, copied, moved, network, sgd, simulate, task_gradient
 from lightning_fl.functional.sharpness import ascent
 from lightning_fl.objectives import FedSAM
-
-
-def copied(buffers):
-    return {n: b.clone() for n, b in buffers.items()}
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

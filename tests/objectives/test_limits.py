@@ -56,3 +56,5 @@ def test_second_model_is_not_clipped_with_the_first(fit, data, term):
     user = ClientModule(network(True), [term()], sgd()).double()
     with pytest.raises(FederationError, match=r"gradient_clip_val=1.0 clips the joint norm"):
         fit(user, datamodule=data(), gradient_clip_val=1.0)
+    clipped = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
+    fit(user, datamodule=data(), rounds=1, **clipped)

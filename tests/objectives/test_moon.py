@@ -8,10 +8,12 @@ from torch import nn
 
 from by_hand import (
     assert_equal,
+    copied,
     cross_entropy,
     forward,
     gradient,
     local,
+    module,
     moved,
     network,
     sgd,
@@ -23,10 +25,6 @@ from lightning_fl.objectives import MOON
 from lightning_fl.types import FederationError
 
 
-def module(*terms, batchnorm=True):
-    return ClientModule(network(batchnorm), terms, sgd()).double()
-
-
 @pytest.mark.parametrize(("batchnorm", "point"), [(False, None), (True, "2")])
 def test_by_hand(run, batchnorm, point):
     """Partners in evaluation mode, each with its own statistics; the last round of a client."""
@@ -36,11 +34,8 @@ def test_by_hand(run, batchnorm, point):
     loop, rounds, datamodule = run(user, rounds=4)
     previous = {}
 
-    def copied(params, buffers):
-        return {n: p.clone() for n, p in params.items()}, {n: b.clone() for n, b in buffers.items()}
-
     def train(client, params, buffers, batches):
-        received = copied(params, buffers)
+        received = copied(params), copied(buffers)
         last = previous.get(client, received)
         for x, y in batches:
             z_global, z_last = (forward(*model, x, train=False)[0] for model in (received, last))
@@ -55,7 +50,7 @@ def test_by_hand(run, batchnorm, point):
                 return cross_entropy(logits, y) - mu * (near / (near + far)).log().mean()
 
             params = moved(params, gradient(loss, params))
-        previous[client] = copied(params, buffers)
+        previous[client] = copied(params), copied(buffers)
         return params, buffers
 
     params, buffers = simulate(first, rounds, datamodule.num_samples, train)

@@ -8,6 +8,7 @@ import torch
 
 from by_hand import (
     assert_equal,
+    copied,
     cross_entropy,
     forward,
     moved,
@@ -25,10 +26,6 @@ from lightning_fl.types import FederationError
 
 def module(batchnorm=True, inner_lr=0.4, hessian=False):
     return PerFedAvg(network(batchnorm), inner_lr, hessian, sgd()).double()
-
-
-def copied(buffers):
-    return {n: b.clone() for n, b in buffers.items()}
 
 
 @pytest.mark.parametrize("batchnorm", [False, True])

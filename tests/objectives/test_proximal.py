@@ -2,7 +2,6 @@
 
 import torch
 
-from lightning_fl.functional.proximal import proximal_penalty
 from lightning_fl.objectives import ModelView, Proximal
 
 
@@ -21,19 +20,3 @@ def test_two_parameters_by_hand():
     penalty.backward()
     assert own.params["w"].grad.tolist() == [0, 1]
     assert own.params["b"].grad.item() == 1.5
-
-
-def test_the_gradient_is_mu_times_the_distance():
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 2), (4,), ()]
-    params, anchor = (
-        [
-            torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True)
-            for s in shapes
-        ]
-        for _ in range(2)
-    )
-    proximal_penalty(params, [w.detach() for w in anchor], mu=0.3).backward()
-    for w, w_t in zip(params, anchor, strict=True):
-        torch.testing.assert_close(w.grad, 0.3 * (w - w_t).detach(), atol=1e-15, rtol=0)
-        assert w_t.grad is None

@@ -22,6 +22,7 @@ from lightning_fl.objectives import (
 )
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
+from written import Written
 
 
 def mlp():
@@ -334,19 +335,6 @@ def test_theta_belongs_to_the_client(federation):
 # --- any network ----------------------------------------------------------------------------------
 
 
-class Written(nn.Module):
-    """A network with layers of its own and a forward that a test gives it."""
-
-    def __init__(self, forward, **layers):
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self.run = forward
-
-    def forward(self, x):
-        return self.run(self, x)
-
-
 def flat_net(nonlinearity):
     """Two linear layers with something in between."""
 
@@ -445,25 +433,19 @@ def test_every_form_of_max_pooling_is_reversed(name):
 
 def test_how_a_sum_is_written_does_not_matter():
     """A pooling that a branch goes around is not reversed."""
-    losses = []
-    for first in (True, False):
-
-        def forward(net, x, first=first):
-            h = F.relu(net.a(x))
-            both = net.b(h) + F.max_pool2d(h, 2) if first else F.max_pool2d(h, 2) + net.b(h)
-            return net.top(F.relu(both).flatten(1))
-
-        def make(forward=forward):
-            return Written(
-                forward,
-                a=nn.Conv2d(2, 3, 3, padding=1),
-                b=nn.Conv2d(3, 3, 3, padding=1, stride=2),
-                top=nn.Linear(108, 3),
-            )
-
+    x, losses = images(), []
+    for both in (
+        lambda net, h: net.b(h) + F.max_pool2d(h, 2),
+        lambda net, h: F.max_pool2d(h, 2) + net.b(h),
+    ):
         torch.manual_seed(5)
-        x = images()
-        module, fixed = matched(make, x)
+        net = Written(
+            lambda net, x, both=both: net.top(F.relu(both(net, F.relu(net.a(x)))).flatten(1)),
+            a=nn.Conv2d(2, 3, 3, padding=1),
+            b=nn.Conv2d(3, 3, 3, padding=1, stride=2),
+            top=nn.Linear(108, 3),
+        )
+        module, fixed = matched(lambda net=net: net, x)
         assert module.recorder.points[2].unpool_first == ()
         losses.append(found(module, fixed, x)[0])
     torch.testing.assert_close(*losses, atol=1e-12, rtol=0)
@@ -701,32 +683,11 @@ def test_compiled_vectorized_training_changes_nothing(federation, flat, recwarn,
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
-class Functional(nn.Module):
-    """Writes its non-linearities and its pooling as functions, and has a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(2, 3, 5), nn.Linear(48, 3)
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        x = torch.sigmoid(F.max_pool2d(self.conv(x * self.scale), 2))
-        return self.head(F.leaky_relu(x, 0.3).flatten(1))
-
-
-def test_functions_and_parameters_of_the_net_itself_are_seen():
-    x = images()
-    module, fixed = matched(Functional, x)
-    outputs, trace = module.recorder(x)
-    torch.testing.assert_close(outputs, module.net(x))
-    assert [tuple(a.shape[1:]) for a in trace.activations] == [
-        (2, 12, 12),
-        (3, 4, 4),
-        (3, 4, 4),
-        (3,),
-    ]
-    slope = module.recorder.points[2].nonlinearity(torch.tensor(-1.0))
-    assert slope.item() == pytest.approx(-0.3)
-    other = module.recorder.fixed({**fixed, "net.scale": torch.full((1,), 2.0).double()}, x)
-    assert not torch.allclose(other.activations[1], module.recorder.fixed(fixed, x).activations[1])
-    assert module.net.scale.item() == 1
+def test_parameters_of_the_net_itself_are_those_of_the_fixed_model():
+    layers = {"scale": nn.Parameter(torch.ones(1)), "top": nn.Linear(6, 3)}
+    net, x = Written(lambda net, x: net.top(torch.relu(x * net.scale)), **layers), torch.ones(2, 6)
+    recorder = Recorder(net)
+    params = {f"net.{name}": p.detach() for name, p in net.named_parameters()}
+    trace = recorder.fixed(params | {"net.scale": torch.full((1,), 3.0)}, x)
+    assert torch.equal(trace.activations[1], 3 * x)
+    assert torch.equal(recorder(x)[1].activations[1], x)

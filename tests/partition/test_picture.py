@@ -7,15 +7,7 @@ import torch
 from matplotlib.figure import Figure
 
 from lightning_fl.partition import IID, Dirichlet, label_drift, plot
-
-
-def rng(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def counts(parts, labels):
-    """Samples of each class and client, [clients, classes]."""
-    return torch.stack([labels[part].bincount(minlength=int(labels.max()) + 1) for part in parts])
+from numbered import counts, rng
 
 
 def picture(rule, num_clients, num_classes=10, **options):

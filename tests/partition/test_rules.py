@@ -22,6 +22,7 @@ from lightning_fl.partition import (
 )
 from lightning_fl.partition.rules import _top_up
 from lightning_fl.types import FederationError
+from numbered import counts, lists, rng
 
 RANDOM = [
     IID(),
@@ -37,19 +38,6 @@ RULES = [*RANDOM, ByLabel(1), Shards(1), Natural(), FromManifest("split.json")]
 ALWAYS = (IID, Dirichlet, QuantitySkew, FromManifest)  # need nothing but enough samples
 
 every_rule = pytest.mark.parametrize("rule", RULES, ids=repr)
-
-
-def rng(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def lists(parts):
-    return [part.tolist() for part in parts]
-
-
-def counts(parts, labels):
-    """Samples of each class and client, [clients, classes]."""
-    return torch.stack([labels[part].bincount(minlength=int(labels.max()) + 1) for part in parts])
 
 
 def write_manifest(labels, num_clients):
@@ -156,15 +144,6 @@ def test_keys_are_no_real_numbers():
         Natural()(torch.rand(5), 1, rng())
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.bool])
-def test_any_integer_type_will_do_for_labels(dtype, tmp_path):
-    labels = torch.tensor([1, 0, 1, 0], dtype=dtype)
-    parts = ByLabel()(labels, 2, rng())
-    assert lists(parts) == [[1, 3], [0, 2]]
-    Manifest.of(ByLabel(), parts, labels, seed=0).write(tmp_path / "m.json")
-    assert Manifest.read(tmp_path / "m.json").class_counts == [{0: 2}, {1: 2}]
-
-
 @pytest.mark.parametrize(
     ("made", "words"),
     [
@@ -193,28 +172,6 @@ def test_a_rule_reads_like_its_constructor():
     assert repr(Dirichlet()) == "Dirichlet(alpha=0.5, min_size=1)"
     assert repr(IID()) == "IID(stratified=False)"
     assert QuantitySkew(2.0, min_size=3).parameters() == {"alpha": 2.0, "min_size": 3}
-
-
-@pytest.mark.parametrize(
-    ("rule", "name"),
-    [
-        (ByLabel, "classes_per_client"),
-        (Shards, "shards_per_client"),
-        (Dirichlet, "min_size"),
-        (QuantitySkew, "min_size"),
-    ],
-)
-@pytest.mark.parametrize("bad", [0, 1.5])
-def test_counts_in_constructors_are_positive_integers(rule, name, bad):
-    with pytest.raises(FederationError, match=f"{name} must be an integer of at least 1, got"):
-        rule(**{name: bad})
-
-
-@pytest.mark.parametrize("rule", [Dirichlet, QuantitySkew])
-@pytest.mark.parametrize("bad", [0, float("inf")])
-def test_alpha_is_positive_and_finite(rule, bad):
-    with pytest.raises(FederationError, match=r"alpha must be a finite number greater than 0, got"):
-        rule(alpha=bad)
 
 
 # --- IID, ByLabel, Shards ------------------------------------------------------------------------

@@ -5,12 +5,7 @@ import torch
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
-from lightning_fl.policies import (
-    HyperparameterPolicy,
-    Schedule,
-    StagedPolicy,
-    Stragglers,
-)
+from lightning_fl.policies import HyperparameterPolicy, Schedule, StagedPolicy, Stragglers
 from lightning_fl.types import Cohort
 
 CLIENTS = torch.arange(10)
