@@ -33,3 +33,9 @@ class Linear(L.LightningModule):
 
     def configure_optimizers(self):
         return self.optimizer(self.parameters())
+
+
+class WithoutForward(Linear):
+    """It computes its loss in ``training_step`` alone."""
+
+    forward = L.LightningModule.forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_fl.callbacks.report import write_partition
-from lightning_fl.check import COLUMNS, Run, check_columns
+from lightning_fl.check import COLUMNS, CheckResult, Run, check_columns
 from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.errors import FederationError
@@ -83,17 +83,16 @@ def partition(words: Sequence[str], output: str) -> None:
         print(f"Written to {short_path(path.absolute())}")
 
 
-def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str]) -> None:
-    """Check a configuration as ``check_federation`` does, and print a table.
+def checked(
+    words: Sequence[str], rounds: int, clients: int, columns: Sequence[str]
+) -> Iterator[CheckResult]:
+    """Yield the results of ``check_federation`` for a configuration.
 
     Args:
         words: Arguments of ``lightning-fl``, from ``fit`` on.
         rounds: Number of rounds.
         clients: Maximum number of clients per round.
         columns: What to check.
-
-    Raises:
-        SystemExit: With code 1 if a result differs.
     """
     words = [*words, "--threads=1"]  # of forked processes, in which OpenMP may hang
 
@@ -104,10 +103,19 @@ def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str
         return Run(parts.model, parts.data, parts.federation, callbacks, given)
 
     _parts(words)  # mistakes are shown by this process
+    yield from check_columns(make, rounds, clients, columns)
+
+
+def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str]) -> None:
+    """Check a configuration, and print a table; see :func:`checked`.
+
+    Raises:
+        SystemExit: With code 1 if a result differs.
+    """
     table = Table("column", "result", "difference", "first client and tensor", "")
     results = []
     columns = columns or list(COLUMNS)
-    found = check_columns(make, rounds, clients, columns)
+    found = checked(words, rounds, clients, columns)
     for result in track(found, "checking", total=len(columns), transient=True):
         where = [] if result.client is None else [f"client {result.client}"]
         where += [] if result.tensor is None else [result.tensor]

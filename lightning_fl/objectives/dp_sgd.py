@@ -84,7 +84,8 @@ class DPSGD(TwoPassModule):
         self.clip_norm = float(check_number("clip_norm", clip_norm, above=0))
         self.batch_size = check_integer("batch_size", batch_size, min=1)
         self.delta = check_number("delta", delta, above=0, below=1)
-        self._accountant = SampleAccountant(self)
+        #: Local steps of each client, by noise multiplier and sampling rate.
+        self._steps: dict[int, dict[tuple[float, float], int]] = {}
 
     def setup(self, stage: str) -> None:
         """Refuse what would mix samples, or is not accounted for."""
@@ -100,7 +101,7 @@ class DPSGD(TwoPassModule):
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """Return the accountant of the privacy loss, which counts all fits of the module."""
-        return [self._accountant]
+        return [SampleAccountant(self)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the mean loss of drawn samples; its gradient is the noisy one."""
@@ -144,9 +145,7 @@ class SampleAccountant(Callback):
     """
 
     def __init__(self, module: DPSGD) -> None:
-        self.module = module
-        #: Local steps of each client, by noise multiplier and sampling rate.
-        self.steps: dict[int, dict[tuple[float, float], int]] = {}
+        self.module, self.steps = module, module._steps
         #: Client, number of steps and sampling rate of all clients of the round.
         self._round: list[tuple[int, int, float]] = []
 
@@ -191,7 +190,8 @@ class SampleAccountant(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the steps of all clients."""
         saved = state_dict["steps"].items()
-        self.steps = {c: {(noise, rate): n for noise, rate, n in rows} for c, rows in saved}
+        self.steps.clear()
+        self.steps |= {c: {(noise, rate): n for noise, rate, n in rows} for c, rows in saved}
 
 
 def _federated(trainer: Trainer) -> Any:

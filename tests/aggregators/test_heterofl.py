@@ -15,7 +15,7 @@ from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
-from linear import Linear
+from linear import WithoutForward
 from two_classes import samples
 from written import Written
 from written_plainly import Lost, Noted
@@ -238,8 +238,9 @@ def test_normalization_of_groups_that_are_held_as_a_whole_is_no_harm(fit):
 
 
 def test_a_module_without_forward_is_refused(fit):
-    with pytest.raises(FederationError, match="implement forward in Linear"):
-        fit(Linear(linear()).double(), FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
+    with pytest.raises(FederationError, match="implement forward in WithoutForward"):
+        made = WithoutForward(linear()).double()
+        fit(made, FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
 
 
 def test_a_second_model_of_the_client_is_refused(fit):

@@ -17,7 +17,7 @@ from lightning_fl.contracts.context import Federation
 from lightning_fl.functional.networks import MatchingOptions, match_networks
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
-from linear import Linear
+from linear import WithoutForward
 from mlp import MATCHED, module, net
 from written_plainly import vector
 
@@ -296,8 +296,11 @@ def test_search_without_a_score_is_refused():
 
 
 def test_what_is_no_pair_or_has_no_forward_is_refused(fit, data):
-    with pytest.raises(FederationError, match=r"requires forward\(x\), and Linear has none"):
-        fit(Linear(net(6, 8, 3)).double(), FederatedLoop(aggregator=PFNM(**MATCHED)), data())
+    with pytest.raises(
+        FederationError, match=r"requires forward\(x\), and WithoutForward has none"
+    ):
+        made = WithoutForward(net(6, 8, 3)).double()
+        fit(made, FederatedLoop(aggregator=PFNM(**MATCHED)), data())
     rule = PFNM(**MATCHED)
     with pytest.raises(FederationError, match="got a batch of type dict"):
         rule.prepare(module(), lambda: {"x": torch.ones(2, 6)})
