@@ -25,9 +25,8 @@ class Batching:
         drop_last: Drop the incomplete batch of a pass, unless it is the only one.
 
     Example:
-        >>> batching = Batching(size=4)
-        >>> batching.count(torch.tensor([10])), batching.smallest(torch.tensor([10]))
-        (tensor([3]), tensor([2]))
+        >>> Batching(size=4).count(torch.tensor([10]))
+        tensor([3])
     """
 
     size: int | None = None
@@ -42,11 +41,6 @@ class Batching:
         """Return the number of batches in one pass over ``n`` samples, ``[k]``."""
         size = self.full(n)
         return n // size if self.drop_last else (n + size - 1) // size
-
-    def smallest(self, n: Tensor) -> Tensor:
-        """Return the size of the smallest batch in one pass over ``n`` samples, ``[k]``."""
-        size = self.full(n)
-        return size if self.drop_last or self.replacement else (n - 1) % size + 1
 
     def sizes(self, n: Tensor, start: int, count: int) -> Tensor:
         """Return the sizes of consecutive batches of clients with ``n`` samples.

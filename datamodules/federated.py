@@ -280,16 +280,6 @@ class FederatedDataModule(SplitDataModule):
         """Return the number of batches in one pass over a client's samples, unseen or not."""
         return int(self._batching.count(torch.tensor(len(self.present[client]))))
 
-    @property
-    def smallest_batch(self) -> Tensor:
-        """Size of the smallest batch in one pass over each client's samples, ``[num_clients]``.
-
-        BatchNorm cannot train on a batch of one sample. ``drop_last`` drops the incomplete batch,
-        except for a client that has only this batch.
-        """
-        sizes = torch.tensor([[len(part) for part in parts] for parts in self.split.stream_steps])
-        return self._batching.smallest(sizes).amin(0)
-
     def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:
         """Return the batch sizes of ``count`` local steps from ``start`` on, ``[count, k]``."""
         return self._batching.sizes(self.num_samples[clients], start, count)

@@ -238,8 +238,8 @@ def test_normalization_of_groups_that_are_held_as_a_whole_is_no_harm(fit):
 
 
 def test_a_module_without_forward_is_refused(fit):
+    made = WithoutForward(linear()).double()
     with pytest.raises(FederationError, match="implement forward in WithoutForward"):
-        made = WithoutForward(linear()).double()
         fit(made, FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
 
 

@@ -41,24 +41,6 @@ def test_each_pass_covers_all_samples_once(n, size, drop_last):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    n=st.integers(3, 40),
-    size=st.integers(1, 16) | st.none(),
-    drop_last=st.booleans(),
-    replacement=st.booleans(),
-)
-def test_the_smallest_batch_is_that_of_a_pass(n, size, drop_last, replacement):
-    options = {"drop_last": drop_last, "replacement": replacement}
-    rule = QuantitySkew(alpha=0.5)
-    data = federated(numbered(n), partition=rule, num_clients=3, batch_size=size, **options)
-    found = [
-        min(len(batch) for batch in take(count, part, size, **options))
-        for part, count in zip(data.parts, data.batches_per_epoch.tolist(), strict=True)
-    ]
-    assert data.smallest_batch.tolist() == found
-
-
-@settings(max_examples=60, deadline=None)
-@given(
     n=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     batch_size=st.none() | st.integers(1, 12),
     drop_last=st.booleans(),
