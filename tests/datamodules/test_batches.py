@@ -11,7 +11,7 @@ from lightning_fl.datamodules.batches import (
     RoundBatches,
     client_batches,
 )
-from lightning_fl.partition import Natural, QuantitySkew
+from lightning_fl.partition import Natural
 from lightning_fl.types import FederationError, RoundPlan
 from numbered import batches, federated, joined, numbered, numbers, plan, rng
 
