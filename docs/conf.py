@@ -87,7 +87,8 @@ nitpick_ignore_regex = [
     ("py:class", r"lightning_fl\.callbacks\.attacks\.ReplaceableData"),  # a protocol of one method
     # Parts of a sampler, of the report, of matching and of a step that are not public.
     ("py:class", r"lightning_fl\.(samplers\.(clock|durations)|callbacks\.client_history)\.\w+"),
-    ("py:class", r"lightning_fl\.(aggregators\.matching|runners\.step_module)\.[\w.]+"),
+    ("py:class", r"lightning_fl\.aggregators\.matching\.[\w.]+"),
+    ("py:class", r"lightning_fl\.runners\.(step_module|global_model)\.[\w.]+"),
     # Base classes that are not public.
     ("py:class", r"lightning_fl\.(objectives\.(terms|calibrated|two_passes)|policies\.base)\.\w+"),
 ]

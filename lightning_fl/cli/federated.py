@@ -39,7 +39,7 @@ from lightning_fl.runners import VectorizedClients
 
 _CLI = TypeVar("_CLI", bound=LightningCLI)
 #: Print from one process only.
-say = rank_zero_only(print)
+_say = rank_zero_only(print)
 #: Environment variable with the folder of a fit, for the processes that it launches.
 RUN_FOLDER = "LIGHTNING_FL_RUN_FOLDER"
 
@@ -270,23 +270,23 @@ class FederatedCLI(LightningCLI):
             self.trainer.fit(**kwargs)
             return
         if path := kwargs.get("ckpt_path"):
-            say(f"Resuming from {short_path(Path(path))}")
+            _say(f"Resuming from {short_path(Path(path))}")
         try:
             with self._leaving_nothing():
                 self.trainer.fit(**kwargs)
         except SystemExit as end:  # of Lightning: code 1 after an interruption, 0 after SIGTERM
             if isinstance(end, SIGTERMException) or self.trainer.interrupted:
-                say("\ninterrupted; resume with --ckpt_path last")
+                _say("\ninterrupted; resume with --ckpt_path last")
                 code = TERMINATED if isinstance(end, SIGTERMException) else INTERRUPTED
                 raise SystemExit(code) from end
             raise
         loop: FederatedLoop = self._get(self.config_init, "federation")
         if not loop.fit.has_begun:
-            say(
+            _say(
                 f"Nothing to train: the checkpoint is of round {loop.round}; increase"
                 f" --trainer.max_epochs ({self.trainer.max_epochs}) to continue"
             )
-        say(f"Written to {short_path(self.run_folder)}")
+        _say(f"Written to {short_path(self.run_folder)}")
         if loop.rows and all(map(is_unusable, loop.rows)):
             fail(
                 f"no update was usable in all {loop.round} rounds, so the model has learned"
