@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 
 import extras
 import quick_cli
@@ -352,10 +353,20 @@ def test_vectorized_clients_and_threads_have_options(cli, tmp_path, monkeypatch)
     assert threads[0] == 3
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_clients_are_vectorized_on_a_gpu_unless_told_otherwise(device):
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    for given, is_wrapped in (("on_gpu", device == "cuda"), (None, False), (4, True)):
+class SharedSamples(DDPStrategy):
+    root_device = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "by_default"),
+    [
+        (SimpleNamespace(root_device=torch.device("cpu")), False),
+        (SimpleNamespace(root_device=torch.device("cuda")), True),
+        (SharedSamples(), False),
+    ],
+)
+def test_clients_are_vectorized_on_a_gpu_unless_told_otherwise(strategy, by_default):
+    for given, is_wrapped in (("on_gpu", by_default), (None, False), (4, True)):
         made = SimpleNamespace(trainer=SimpleNamespace(strategy=strategy))
         made.model = ClientModule(torch.nn.Linear(1, 1))
         FederatedCLI._vectorize(made, given)

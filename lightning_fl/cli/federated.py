@@ -125,8 +125,10 @@ class FederatedCLI(LightningCLI):
     def _vectorize(self, given: Any) -> None:
         """Wrap the model if clients train at once."""
         if given == "on_gpu":
-            shares_samples = isinstance(strategy := self.trainer.strategy, DDPStrategy)
-            is_on_gpu = strategy.root_device.type == "cuda" and not shares_samples
+            strategy = self.trainer.strategy
+            is_on_gpu = strategy.root_device.type == "cuda" and not isinstance(
+                strategy, DDPStrategy
+            )
             given = "auto" if is_on_gpu else None
             if is_on_gpu:
                 rank_zero_info("Clients train at once on the GPU; --vectorize=null switches it off")

@@ -47,6 +47,20 @@ def test_arms_run_once_and_tables_show_means(rules, commands, tmp_path, capsys):
     assert json.loads((tmp_path / "options.json").read_text()) == []
 
 
+def test_arms_that_are_named_run_alone_and_others_are_not_in_the_table(
+    rules, commands, tmp_path, capsys
+):
+    given = ["--experiments", "control", "--seeds", "1", "--out", str(tmp_path)]
+    rules.main([*given, "--arms", "FedAvg"])
+    assert len(commands) == 2
+    table = capsys.readouterr().out
+    assert "| FedAvg |" in table
+    assert "FedControl, lambda" not in table
+    with pytest.raises(SystemExit):
+        rules.main([*given, "--arms", "FedAvgg"])
+    assert "no arm 'FedAvgg'" in capsys.readouterr().err
+
+
 def test_accuracy_at_a_virtual_time_is_the_last_one_before(rules):
     table = [("2.5", "0.1"), ("9", ""), ("12", "0.3")]
     table = [{"virtual_time": time, "val_acc": accuracy} for time, accuracy in table]
