@@ -21,6 +21,16 @@ def test_samples_may_stay_on_a_device():
     assert x.shape == (3, 2)
 
 
+def test_steps_reuse_the_memory_of_the_largest_batch():
+    data = InMemory(torch.arange(12.0).view(6, 2), torch.arange(6))
+    for index in ([1, 2], [5, 0, 4], [3]):
+        x, y = data.fetch(torch.tensor(index), reuse=True)
+        assert torch.equal(x, data.tensors[0][index])
+        assert y.tolist() == index
+    assert x.data_ptr() == data.fetch(torch.tensor([1, 1, 1]), reuse=True)[0].data_ptr()
+    assert x.data_ptr() != data.fetch(torch.tensor([3]))[0].data_ptr()
+
+
 class Own(TensorDataset):
     """A child of TensorDataset may do something else with its samples."""
 
