@@ -21,7 +21,8 @@ as they are, which takes less memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ BINS = 3
 PIECE, DEVICE_PIECE = 2**17, 2**22
 #: Number of rows that are added together.
 ROWS = 20
+#: Number of rows, and least number of columns, that :func:`compile_sums` adds in one pass.
+GRAPH_ROWS, GRAPH_COLUMNS = 5, 2**12
 #: Largest size of rows that wait until there are ``ROWS`` of them, in bytes.
 WAITING = 2**26
 
@@ -190,9 +193,13 @@ def add_rows(total: Tensor | VectorSum, rows: Tensor, weights: Tensor | None = N
     if isinstance(total, VectorSum):
         total.add(rows, weights)
         return
+    factors = total.new_ones(len(rows)) if weights is None else weights.to(total)
+    if _graph is not None and total.device.type == "cpu" and total.shape[1] >= GRAPH_COLUMNS:
+        while len(rows) >= GRAPH_ROWS:
+            _graph(total, rows[:GRAPH_ROWS], factors[:GRAPH_ROWS])
+            rows, factors = rows[GRAPH_ROWS:], factors[GRAPH_ROWS:]
     if not rows.numel():
         return
-    factors = total.new_ones(len(rows)) if weights is None else weights.to(total)
     width = max((PIECE if total.device.type == "cpu" else DEVICE_PIECE) // min(len(rows), ROWS), 1)
     for some, weight in zip(rows.split(ROWS), factors.split(ROWS), strict=True):
         for state, piece in zip(total.split(width, 1), some.split(width, 1), strict=True):
@@ -212,6 +219,29 @@ def _add_piece(total: Tensor, rows: Tensor, factors: Tensor) -> None:
         unit_bin += ones @ rounded if len(rounded) > 1 else rounded[0]
         if anchor != _ANCHORS[-1]:
             rest -= rounded
+
+
+#: What adds :data:`GRAPH_ROWS` rows on a CPU, if sums are compiled.
+_graph: Callable[[Tensor, Tensor, Tensor], None] | None = None
+
+
+def compile_sums() -> None:
+    """Compile the sums of this process on the CPU: a third of the time, and the same bits."""
+    global _graph
+    _graph = _graph or torch.compile(_add_few, dynamic=True)
+
+
+def _add_few(total: Tensor, rows: Tensor, factors: Tensor) -> None:
+    """Do what :func:`_add_piece` does, in operations that one pass over the memory can make."""
+    rest = [row.to(total) * factor for row, factor in zip(rows, factors, strict=True)]
+    scale = torch.minimum(_scale_for(reduce(torch.maximum, map(torch.abs, rest))), total[-1])
+    bins = list(_shifted(total, scale))
+    rest = [addend * scale for addend in rest]
+    for i, anchor in enumerate(_ANCHORS):
+        rounded = [(addend + anchor) - anchor for addend in rest]
+        bins[i] = sum(rounded, bins[i])
+        rest = [addend - part for addend, part in zip(rest, rounded, strict=True)]
+    total.copy_(torch.stack([*bins, scale]))
 
 
 def _too_large(rest: Tensor) -> Tensor | slice | None:
@@ -238,15 +268,20 @@ def _scale_for(addend: Tensor) -> Tensor:
 def _rescaled(total: Tensor, scale: Tensor) -> Tensor:
     """Return a sum with its bins shifted up to a scale, unless its own scale is lower."""
     scale = torch.minimum(scale, total[-1])
-    moved = torch.zeros_like(total)
-    moved[-1] = scale
     if total.device.type == "cpu" and not total[:-1].any():  # nothing to shift
-        return moved
+        return torch.cat([total[:-1], scale[None]])
+    return torch.stack([*_shifted(total, scale), scale])
+
+
+def _shifted(total: Tensor, scale: Tensor) -> Iterator[Tensor]:
+    """Yield the bins of a sum, shifted up to a scale."""
     ratio = scale / total[-1]  # 2 ** -BITS to the power of the number of shifted bins
     for i in range(BINS):
+        moved = torch.zeros_like(scale)
         for up in range(i + 1):
-            moved[i] += torch.where(ratio == 2.0 ** (-BITS * up), total[i - up] * ratio, 0.0)
-    return moved
+            shifts = ratio == 2.0 ** (-BITS * up)
+            moved = moved + torch.where(shifts, total[i - up] * ratio, 0.0)
+        yield moved
 
 
 def merged_sums(totals: Tensor) -> Tensor:

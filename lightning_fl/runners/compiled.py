@@ -14,6 +14,7 @@ from torch.optim.sgd import sgd
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fl.errors import first_line
+from lightning_fl.functional.summation import compile_sums
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 
 #: Maximum number of batch shapes to compile.
@@ -108,6 +109,7 @@ class Graphs:
             )
             return None
         self._ready.add(kind)
+        compile_sums()
         return made
 
     def _run(
@@ -192,10 +194,19 @@ def compiled(function: Any, on_a_gpu: bool) -> Callable[..., Any]:
     """
     own = FunctionType(function.__code__.replace(), function.__globals__)
     own.__kwdefaults__ = function.__kwdefaults__
+    options: dict[str, Any] = {"triton.cudagraphs": on_a_gpu}
+    if hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):  # torch 2.8
+        options["guard_filter_fn"] = _guards
+    graph = torch.compile(own, dynamic=False, options=options)
     if not on_a_gpu:
-        return torch.compile(own, dynamic=False)
-    graph = torch.compile(own, dynamic=False, mode="reduce-overhead")
+        return graph
     return lambda *args, **kwargs: tree_map(torch.clone, graph(*args, **kwargs))
+
+
+def _guards(found: Sequence[Any]) -> list[bool]:
+    """Return which guards to keep: all but those that torch and Python are still the same code."""
+    fixed = "G['__import_torch']", "G['__import_torch_dot_", "G['__builtins_dict_"
+    return [not guard.name.startswith(fixed) for guard in found]
 
 
 def shape_of(batch: Any) -> str:

@@ -39,11 +39,25 @@ def check(value, rows):
             assert found == 0
 
 
-@pytest.fixture(autouse=True, params=[2.0**31, 0.0])
-def _pieces_with_and_without_a_look_at_the_addends(request, monkeypatch):
-    """A limit of 0 shifts the bins for all addends, as on a GPU, with the same result."""
-    monkeypatch.setattr(summation, "_LIMIT", request.param)
+@pytest.fixture(autouse=True, params=["CPU", "GPU", "graph"])
+def _ways_to_add(request, monkeypatch):
+    """A limit of 0 shifts the bins for all addends, as on a GPU; the graph is not compiled."""
+    monkeypatch.setattr(summation, "_LIMIT", 0.0 if request.param == "GPU" else 2.0**31)
     monkeypatch.setattr(summation, "PIECE", 16)
+    graph = summation._add_few if request.param == "graph" else None
+    monkeypatch.setattr(summation, "_graph", graph)
+    monkeypatch.setattr(summation, "GRAPH_COLUMNS", 1)
+
+
+@pytest.mark.parametrize("_ways_to_add", ["CPU"], indirect=True)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_sums_are_the_same_bits():
+    rows = torch.cat([addends(size=2), addends(size=100)], 1)  # the size is not a constant
+    expected = total_of(rows)
+    summation.compile_sums()
+    for some in (slice(0, 2), slice(2, None)):
+        found = total_of(rows[:, some])
+        torch.testing.assert_close(sum_value(found), sum_value(expected[:, some]), rtol=0, atol=0)
 
 
 def test_sum_is_exact_where_scales_differ_by_hundreds_of_orders():
