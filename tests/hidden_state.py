@@ -113,36 +113,6 @@ class GlobalNorm(Counting):
         return p.grad / torch.stack(grads).norm().clamp(min=1)
 
 
-class Factored(Counting):
-    """Second moments of rows and columns, as Adafactor."""
-
-    def update(self, p, group):
-        if p.ndim < 2:
-            return p.grad.sign()
-        return p.grad / (p.grad.square().mean(-1, keepdim=True) + 1e-8).sqrt()
-
-
-class FactoredPair(Counting):
-    """Second moments over the longest of the leading dimensions, as timm's adafactorbv."""
-
-    def update(self, p, group):
-        if p.ndim < 3:
-            return p.grad.sign()
-        longest = max(range(p.ndim - 1), key=lambda d: p.shape[d])
-        return p.grad / (p.grad.square().mean(longest, keepdim=True) + 1e-8).sqrt()
-
-
-class ByLoss(Counting):
-    """Smaller steps for larger losses, as emonavi."""
-
-    def _loss(self, closure):
-        self.loss = loss = super()._loss(closure)
-        return loss
-
-    def update(self, p, group):
-        return p.grad / (1 + float(self.loss))
-
-
 class Relative(Counting):
     """No learning rate, as transformers' Adafactor."""
 

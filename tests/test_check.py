@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 import quick_cli
+from hidden_state import GlobalNorm
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import RoundCheckpoint
 from lightning_fl.check import COLUMNS
@@ -122,6 +123,18 @@ def test_refusals_have_a_reason_and_count_as_equal():
     assert result.outcome == "refused"
     assert result.is_equal
     assert result.detail
+
+
+class Mixes(Simple):
+    """Its optimizer says that its steps are elementwise, and they are not."""
+
+    def configure_optimizers(self):
+        kind = type("Norm", (GlobalNorm,), {"federated_elementwise": True})
+        return kind(self.parameters())
+
+
+def test_vectorized_finds_an_optimizer_that_mixes_clients():
+    assert outcome(made(kind=Mixes), "vectorized").outcome == "different"
 
 
 class Breaks(Troubled):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -14,7 +13,6 @@ from torch import Tensor, nn, optim
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_fl.errors import first_line
 from lightning_fl.hooks import attributes_set
 
 #: Optimizers whose steps are elementwise and proportional to the learning rate.
@@ -24,8 +22,6 @@ PROPORTIONAL = {
 }
 #: Optimizers whose steps are elementwise: they treat all entries of a parameter alike.
 ELEMENTWISE = {*PROPORTIONAL, optim.ASGD, optim.Rprop}
-#: Shapes of the tensors of a client with which an optimizer is tried.
-SHAPES = (), (3,), (20, 4), (3, 2, 5)
 
 
 # --- any optimizer --------------------------------------------------------------------------------
@@ -158,65 +154,6 @@ def why_not_elementwise(optimizer: Optimizer, keep: bool) -> str | None:
     if keep and not is_sgd and not isinstance(optimizer, HasFresh):
         return f"clients would share a part of the state of {name}, as they keep it"
     return None
-
-
-def why_not_apart(optimizer: Optimizer) -> str | None:
-    """Return the reason why a trial does not confirm that steps are elementwise, or None.
-
-    Args:
-        optimizer: The optimizer, before its first step.
-    """
-    name = type(optimizer).__name__
-    if type(optimizer) in ELEMENTWISE:
-        return None
-    try:  # each parameter has each shape once
-        is_apart = all(_is_apart(optimizer, shift) for shift in range(len(SHAPES)))
-    except Exception as error:  # of any optimizer
-        return f"the steps of {name} cannot be tried with other tensors ({first_line(error)})"
-    return None if is_apart else f"the steps of {name} mix the parameters of clients"
-
-
-def _is_apart(optimizer: Optimizer, shift: int) -> bool:
-    """Train tensors of 20 clients by a copy of an optimizer, and those of two of them by others.
-
-    Each copy gets the gradients and the sum of losses of its clients.
-    """
-    params, generator = params_of(optimizer), torch.Generator().manual_seed(0)
-    starts, grads = (
-        [
-            torch.randn(20, *SHAPES[(i + shift) % len(SHAPES)], generator=generator).to(p.device)
-            for i, p in enumerate(params)
-        ]
-        for _ in range(2)
-    )
-    losses = torch.rand(20, generator=generator)
-
-    def moves(rows: slice | int) -> list[Tensor]:
-        own = [nn.Parameter(start[rows].double()) for start in starts]
-        tried: Any = _copied_onto(dict(zip(map(id, params), own, strict=True)), optimizer)
-        for group in tried.param_groups:
-            group["lr"] = 0.1
-        for scale in (1.0, 1e3, 1e-3, 1.0):
-            for param, grad in zip(own, grads, strict=True):
-                param.grad = scale * grad[rows].double()
-            tried.step(closure=(scale * losses[rows].sum()).clone)
-        return [param.detach() - start[rows] for param, start in zip(own, starts, strict=True)]
-
-    alone = map(torch.stack, zip(moves(0), moves(1), strict=True))
-    pairs = zip(alone, moves(slice(20)), strict=True)
-    return all(torch.allclose(a, b[:2], 1e-5, 1e-5 * float(a.abs().max())) for a, b in pairs)
-
-
-def _copied_onto(params: Mapping[int, nn.Parameter], optimizer: Optimizer) -> Optimizer:
-    """Return a copy of an optimizer with other parameters, by the ``id`` of the originals."""
-    optimizers = with_inner(optimizer)
-    memo: dict[int, Any] = {id(each): object.__new__(type(each)) for each in optimizers}
-    memo |= params
-    for each in optimizers:  # without the wrapper of a scheduler, which counts steps
-        own = {name: value for name, value in vars(each).items() if name != "step"}
-        vars(memo[id(each)]).update(copy.deepcopy(own, memo))
-    copied: Optimizer = memo[id(optimizer)]
-    return copied
 
 
 def fresh(optimizer: Optimizer, param: Tensor, name: str) -> Tensor:

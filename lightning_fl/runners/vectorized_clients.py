@@ -26,12 +26,7 @@ from lightning_fl.runners.groups import (
     num_steps,
 )
 from lightning_fl.runners.local_tensors import split_tensors
-from lightning_fl.runners.optimizer import (
-    optimizers_in,
-    restack,
-    why_not_apart,
-    why_not_elementwise,
-)
+from lightning_fl.runners.optimizer import optimizers_in, restack, why_not_elementwise
 from lightning_fl.runners.samples import BatchSamples, each_of
 from lightning_fl.runners.self_check import MAX_BYTES, VectorizedCheck
 from lightning_fl.runners.sequential import SequentialRunner
@@ -246,8 +241,6 @@ class VectorizedClients(LightningModule):
             self.train_one_by_one(faster, is_choice=True)
             return
         why = runner.why_hooked()
-        if why is None and is_checked:
-            why = why_not_apart(runner.optimizer)
         if is_checked and client_bytes(self.module, self.constants) > MAX_BYTES:
             rank_zero_info(f"{type(self.module).__name__} is too large to check vectorized steps")
         elif is_checked and why is None:

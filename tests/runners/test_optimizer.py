@@ -10,7 +10,7 @@ from grids import diagonal
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.optimizers import Adaptive, Combined, PFedMe
 from lightning_fl.policies import Schedule
-from lightning_fl.runners.optimizer import why_not_apart, why_not_elementwise
+from lightning_fl.runners.optimizer import why_not_elementwise
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError
 
@@ -323,7 +323,6 @@ def test_different_rates_need_steps_proportional_to_the_rate(make, agree, train,
         (optim.Adafactor, "Adafactor are not known to be elementwise"),
         (optim.LBFGS, "LBFGS are not known to be elementwise"),
         (lambda p: Combined(optim.LBFGS(p)), "Combined are not known to be elementwise"),
-        (declared(hidden.GlobalNorm), "GlobalNorm mix the parameters of clients"),
     ],
 )
 def test_with_another_optimizer_clients_train_one_after_another(make, why, train, tiny, flat):
@@ -333,26 +332,6 @@ def test_with_another_optimizer_clients_train_one_after_another(make, why, train
     with pytest.warns(UserWarning, match=rf"one client after another, not at once: .*{why}"):
         train(module, 3, federation=federation)
     assert torch.equal(flat(plain), flat(module))
-
-
-@pytest.mark.parametrize("params", [1, 2, 5])
-@pytest.mark.parametrize(
-    ("kind", "is_apart"),
-    [
-        (hidden.Counting, True),
-        (hidden.Lookahead, True),
-        (hidden.Matrices, False),
-        (hidden.Learned, False),
-        (hidden.Factored, False),
-        (hidden.FactoredPair, False),
-        (hidden.GlobalNorm, False),
-        (hidden.ByLoss, False),
-    ],
-)
-def test_an_optimizer_is_tried_with_several_shapes(kind, is_apart, params):
-    """Whatever the shapes of the module's own parameters, and however few they are."""
-    optimizer = kind([nn.Parameter(torch.ones(1, 2)) for _ in range(params)])
-    assert (why_not_apart(optimizer) is None) is is_apart
 
 
 @pytest.mark.parametrize(
