@@ -168,7 +168,7 @@ def contestants(device: str) -> dict[str, Contestant]:
 
 # --- other libraries ------------------------------------------------------------------------------
 
-PEERS = ("flower", "fedjax", "pfl", "blazefl")
+PEERS = ("flower", "fedjax", "drjax", "pfl", "blazefl", "fluke")
 
 
 def environment(peer: str) -> Path:
