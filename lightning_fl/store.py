@@ -15,6 +15,8 @@ from torch import Tensor
 _Key = TypeVar("_Key")
 #: Alignment of tensors in a file, in bytes.
 ALIGNED = 64
+#: Largest number of files. Linux maps at most 65,530 into a process.
+MOST_FILES = 10_000
 
 
 class ClientStore:
@@ -23,8 +25,8 @@ class ClientStore:
     Tensors that are stored during a round take effect at its end, so that an interrupted round has
     no effect. Up to a size limit the tensors are in memory, beyond it those of each round are in a
     memory-mapped file. Committed tensors are never overwritten, since a checkpoint may be written
-    from them at any time. Once the files are twice as large as the tensors, all of them move to a
-    new file.
+    from them at any time. Once the files are twice as large as the tensors, or are
+    :data:`MOST_FILES`, all of them move to a new file.
 
     Args:
         most: Maximum bytes of tensors in memory. Beyond it, all tensors are in files.
@@ -47,8 +49,8 @@ class ClientStore:
         #: Tensors that were stored in the current round.
         self.new: dict[int, dict[str, Tensor]] = {}
         self._size = 0
-        #: Clients with tensors in a file, and the size of the files.
-        self._mapped, self._used = set[int](), 0
+        #: Clients with tensors in a file, and the size and number of the files.
+        self._mapped, self._used, self._files = set[int](), 0, 0
 
     @property
     def rows(self) -> Mapping[int, Mapping[str, Tensor]]:
@@ -79,11 +81,13 @@ class ClientStore:
         if self._mapped or self._size > self.most:
             moved = (rows.keys() - self._mapped) | self.new.keys()
             self._used += sum(_bytes(rows[client]) for client in moved)
-            if self._used > 2 * self._size:
-                moved, self._used = set(rows), self._size
+            self._files += bool(moved)
+            if self._used > 2 * self._size or self._files > MOST_FILES:
+                moved, self._used, self._files = set(rows), self._size, 1
             each = {(client, name): row for client in moved for name, row in rows[client].items()}
             rows |= {client: {} for client in moved}
-            for (client, name), place in self._in_file(each).items():
+            places = self._in_file(each) if each else {}
+            for (client, name), place in places.items():
                 rows[client][name] = place.copy_(each[client, name])
             self._mapped = set(rows)
         self._rows, self.new = rows, {}
@@ -116,7 +120,8 @@ class ClientStore:
 
         Tensors in memory are views of the loaded tensors until their clients store new ones.
         """
-        self._rows, self._size, self._mapped, self._used = {}, 0, set(), 0
+        self._rows, self._size = {}, 0
+        self._mapped, self._used, self._files = set(), 0, 0
         self.new = unpack(state)
         self.commit()
 

@@ -27,6 +27,7 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.cli.federated import RUN_FOLDER, FederatedCLI, create_folder
 from lightning_fl.partition import Manifest
 from lightning_fl.report.run import read_run, version_folders
+from lightning_fl.strategies import ClientParallelStrategy
 from lightning_fl.types import FederationError
 
 ROOT = Path(__file__).parent.parent
@@ -357,12 +358,17 @@ class SharedSamples(DDPStrategy):
     root_device = torch.device("cuda")
 
 
+class Parallel(ClientParallelStrategy):
+    root_device = torch.device("cuda")
+
+
 @pytest.mark.parametrize(
     ("strategy", "by_default"),
     [
         (SimpleNamespace(root_device=torch.device("cpu")), False),
         (SimpleNamespace(root_device=torch.device("cuda")), True),
         (SharedSamples(), False),
+        (Parallel(), True),
     ],
 )
 def test_clients_are_vectorized_on_a_gpu_unless_told_otherwise(strategy, by_default):
@@ -371,6 +377,14 @@ def test_clients_are_vectorized_on_a_gpu_unless_told_otherwise(strategy, by_defa
         made.model = ClientModule(torch.nn.Linear(1, 1))
         FederatedCLI._vectorize(made, given)
         assert isinstance(made.model, VectorizedClients) == is_wrapped
+
+
+def test_a_vectorized_model_of_a_configuration_is_left_as_it_is():
+    strategy = SimpleNamespace(root_device=torch.device("cuda"))
+    model = VectorizedClients(ClientModule(torch.nn.Linear(1, 1)), group_size=3)
+    made = SimpleNamespace(trainer=SimpleNamespace(strategy=strategy), model=model)
+    FederatedCLI._vectorize(made, "on_gpu")
+    assert made.model is model
 
 
 def test_help_of_fit_begins_with_ten_options_that_exist_and_explains_all(cli, monkeypatch):

@@ -6,6 +6,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 
+import lightning_fl.store as store_module
 from lightning_fl.store import ClientStore
 
 
@@ -89,6 +90,24 @@ def test_files_are_few_and_at_most_three_times_as_large_as_the_tensors(tmp_path)
     assert len(lines) <= 16
     assert sum(sizes) <= 3 * 70 * 2**14
     assert {client: int(store.get(client)["row"].unique()) for client in last} == last
+
+
+def test_a_round_that_stores_nothing_makes_no_file(large, monkeypatch):
+    monkeypatch.setattr(ClientStore, "_in_file", lambda *_: pytest.fail("a file was made"))
+    large.commit()
+    assert len(large.rows) == 5
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
+def test_files_stay_few_where_each_client_is_new(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "MOST_FILES", 5)
+    store = ClientStore(0, tmp_path / "here")
+    for client in range(23):
+        store.put(client, rows(client))
+        store.commit()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert sum(f"{tmp_path}/here/" in line for line in maps) <= 5
+    assert [int(store.get(client)["steps"]) for client in range(23)] == list(range(23))
 
 
 def test_what_a_checkpoint_may_still_be_written_from_stays(large):

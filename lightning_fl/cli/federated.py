@@ -36,6 +36,7 @@ from lightning_fl.files import error_context, write_atomically
 from lightning_fl.report import LogFiles
 from lightning_fl.report.run import TABLE, TEST_FORMAT, changes_of_test, version_folders
 from lightning_fl.runners import VectorizedClients
+from lightning_fl.strategies import ClientParallelStrategy
 
 _CLI = TypeVar("_CLI", bound=LightningCLI)
 #: Print from one process only.
@@ -126,11 +127,12 @@ class FederatedCLI(LightningCLI):
         """Wrap the model if clients train at once."""
         if given == "on_gpu":
             strategy = self.trainer.strategy
-            is_on_gpu = strategy.root_device.type == "cuda" and not isinstance(
-                strategy, DDPStrategy
-            )
-            given = "auto" if is_on_gpu else None
-            if is_on_gpu:
+            shares = isinstance(strategy, DDPStrategy)  # the samples of each client
+            shares = shares and not isinstance(strategy, ClientParallelStrategy)
+            is_wrapped = isinstance(self.model, VectorizedClients)
+            given = None
+            if strategy.root_device.type == "cuda" and not shares and not is_wrapped:
+                given = "auto"
                 rank_zero_info("Clients train at once on the GPU; --vectorize=null switches it off")
         if given is not None:
             options = given if isinstance(given, dict) else {"group_size": given}

@@ -37,8 +37,8 @@ BINS = 3
 PIECE, DEVICE_PIECE = 2**17, 2**22
 #: Number of rows that are added together.
 ROWS = 20
-#: Number of rows, and least number of columns, that :func:`compile_sums` adds in one pass.
-GRAPH_ROWS, GRAPH_COLUMNS = 5, 2**12
+#: Number of rows that a compiled sum adds in one pass, and least and largest number of columns.
+GRAPH_ROWS, GRAPH_COLUMNS, GRAPH_PIECE = 5, 2**12, 2**18
 #: Largest size of rows that wait until there are ``ROWS`` of them, in bytes.
 WAITING = 2**26
 
@@ -196,7 +196,10 @@ def add_rows(total: Tensor | VectorSum, rows: Tensor, weights: Tensor | None = N
     factors = total.new_ones(len(rows)) if weights is None else weights.to(total)
     if _graph is not None and total.device.type == "cpu" and total.shape[1] >= GRAPH_COLUMNS:
         while len(rows) >= GRAPH_ROWS:
-            _graph(total, rows[:GRAPH_ROWS], factors[:GRAPH_ROWS])
+            few, weight = rows[:GRAPH_ROWS], factors[:GRAPH_ROWS]
+            pieces = zip(total.split(GRAPH_PIECE, 1), few.split(GRAPH_PIECE, 1), strict=True)
+            for state, piece in pieces:
+                _graph(state, piece, weight)
             rows, factors = rows[GRAPH_ROWS:], factors[GRAPH_ROWS:]
     if not rows.numel():
         return

@@ -172,11 +172,21 @@ class SampleAccountant(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the steps of the round, and log the largest epsilon of a client."""
+        self._count()
+        if _federated(trainer) is not None:
+            pl_module.log("sample_epsilon", max(self.epsilons().values(), default=0.0))
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Count the steps of a round that does not end: its models may have been sent."""
+        self._count()
+
+    def _count(self) -> None:
         for client, count, rate in self._round:
             steps, kind = self.steps.setdefault(client, {}), (self.module.noise_multiplier, rate)
             steps[kind] = steps.get(kind, 0) + count
-        if _federated(trainer) is not None:
-            pl_module.log("sample_epsilon", max(self.epsilons().values(), default=0.0))
+        self._round = []
 
     def epsilons(self) -> dict[int, float]:
         r"""Return :math:`\varepsilon` of each client that has trained."""

@@ -204,9 +204,12 @@ def compiled(function: Any, on_a_gpu: bool) -> Callable[..., Any]:
 
 
 def _guards(found: Sequence[Any]) -> list[bool]:
-    """Return which guards to keep: all but those that torch and Python are still the same code."""
+    """Return which guards to keep: all but those that torch and Python are still the same code.
+
+    Hooks of all modules are among torch's variables, ``_global_forward_hooks`` for example.
+    """
     fixed = "G['__import_torch']", "G['__import_torch_dot_", "G['__builtins_dict_"
-    return [not guard.name.startswith(fixed) for guard in found]
+    return [not guard.name.startswith(fixed) or "_global_" in guard.name for guard in found]
 
 
 def shape_of(batch: Any) -> str:

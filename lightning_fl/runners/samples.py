@@ -115,8 +115,8 @@ class BatchSamples:
         sizes: Number of samples of each local step and client, ``[steps, k]``.
         active: Mask of the clients that train in each local step, ``[steps, k]``.
         fetch: Function that returns the tensors of a later step, given its index, in the memory of
-            those before: a vectorized step cannot hold on to its samples. None if the batch holds
-            all steps.
+            those before: the runner copies what a step keeps of its samples. None if the batch
+            holds all steps.
     """
 
     def __init__(

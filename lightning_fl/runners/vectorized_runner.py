@@ -322,11 +322,12 @@ class VectorizedRunner(ClientRunner):
             if (made := graphs.step(shape, updates, params, how)) is not None:
                 grads, outcome = made
                 self.has_updated = updates
-                return with_gradients(outcome.loss, stacks.params, grads), outcome
+                total = with_gradients(outcome.loss, stacks.params, grads)
+                return total, _apart(outcome, batch)
         outcome = self.local.many(params, **own)
         if graphs is not None and shape not in graphs.shapes and len(graphs.shapes) < MOST_GRAPHS:
             graphs.note(shape, graph_of(outcome.loss, params), params)
-        return outcome.loss.sum(), outcome
+        return outcome.loss.sum(), _apart(outcome, batch)
 
     @torch.no_grad()
     def before_step(self, active: Tensor) -> Tensors:
@@ -397,3 +398,12 @@ class VectorizedRunner(ClientRunner):
         scale = (value / (norms.norm(dim=0) + 1e-6)).clamp(max=1)
         for grad in grads:
             grad.mul_(beside(scale, grad))
+
+
+def _apart(outcome: Outcome, batch: Any) -> Outcome:
+    """Return an outcome that shares no memory with its batch; later steps write to that memory."""
+    own = {t.untyped_storage().data_ptr() for t in tree_leaves(batch) if isinstance(t, Tensor)}
+    made: Outcome = tree_map(
+        lambda t: t.clone() if t.untyped_storage().data_ptr() in own else t, outcome
+    )
+    return made

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 from lightning_fl.aggregators import FedAdam, Scaffold
@@ -184,6 +185,18 @@ def test_a_second_fit_of_a_module_adds_to_the_loss_of_the_first(fit):
     module = made()
     run(fit, module)
     assert run(fit, module).rows[-1]["sample_epsilon"] > 0.9 * whole
+
+
+def test_a_round_that_ends_after_its_aggregation_counts(fit):
+    module = made()
+
+    def fail(*_):
+        raise RuntimeError("in validation")
+
+    with pytest.raises(RuntimeError, match="in validation"):
+        run(fit, module, rounds=1, callbacks=[LambdaCallback(on_validation_start=fail)])
+    run(fit, module)
+    assert sum(sum(steps.values()) for steps in module._steps.values()) == 3 * 3 * 3
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -56,6 +56,36 @@ def test_a_graph_that_cannot_be_compiled_loses_no_update(agree, tiny, data, monk
         agree(lambda: tiny(optimizer=optimizer), (4,), 3, compile=True, **options)
 
 
+class Remembers(Linear):
+    """A buffer has the samples of the last step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4, 6))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx) + self.net(self.last).square().mean()
+        self.last = batch[0][:4]
+        return loss
+
+
+class LogsSamples(Linear):
+    def training_step(self, batch, batch_idx):
+        self.log("feature", batch[0][0, 0], on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("kind", [Remembers, LogsSamples])
+def test_what_a_step_keeps_of_its_samples_outlives_the_next(
+    agree, tiny, data, uncompiled, kind, compile
+):
+    """Samples of the steps of a Lightning batch are fetched to the same memory."""
+    federation = {"policy": Schedule(num_steps=4), "buffers": "server"}
+    options = {"datamodule": data, "federation": federation, "compile": compile}
+    agree(lambda: tiny(kind), (1, 4), 4, **options)
+
+
 class Decays(Linear):
     """Uses its second layer, if at all, in the first round only; unused weights must not decay."""
 
