@@ -86,8 +86,7 @@ class ClientStore:
                 moved, self._used, self._files = set(rows), self._size, 1
             each = {(client, name): row for client in moved for name, row in rows[client].items()}
             rows |= {client: {} for client in moved}
-            places = self._in_file(each) if each else {}
-            for (client, name), place in places.items():
+            for (client, name), place in (self._in_file(each) if each else {}).items():
                 rows[client][name] = place.copy_(each[client, name])
             self._mapped = set(rows)
         self._rows, self.new = rows, {}

@@ -400,10 +400,7 @@ class VectorizedRunner(ClientRunner):
             grad.mul_(beside(scale, grad))
 
 
-def _apart(outcome: Outcome, batch: Any) -> Outcome:
+def _apart(outcome: Outcome, batch: Any) -> Any:
     """Return an outcome that shares no memory with its batch; later steps write to that memory."""
     own = {t.untyped_storage().data_ptr() for t in tree_leaves(batch) if isinstance(t, Tensor)}
-    made: Outcome = tree_map(
-        lambda t: t.clone() if t.untyped_storage().data_ptr() in own else t, outcome
-    )
-    return made
+    return tree_map(lambda t: t.clone() if t.untyped_storage().data_ptr() in own else t, outcome)
