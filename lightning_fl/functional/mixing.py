@@ -104,7 +104,7 @@ def check_mixing(weights: Tensor) -> None:
     """
     is_square = weights.ndim == 2 and len(weights) == weights.shape[1]
     is_right = is_square and bool(weights.isfinite().all())
-    shown = None if is_right else weights.tolist()  # a large list
+    shown = None if is_right else weights.tolist()  # for the message; it may be large
     check_that("mixing_matrix", shown, is_right, "square and finite")
     rules = {
         "be at least 0": bool((weights >= 0).all()),

@@ -204,9 +204,9 @@ def compiled(function: Any, on_a_gpu: bool) -> Callable[..., Any]:
 
 
 def _guards(found: Sequence[Any]) -> list[bool]:
-    """Return which guards to keep: all but those that torch and Python are still the same code.
+    """Return which guards to keep: all but those on functions of torch and Python.
 
-    Hooks of all modules are among torch's variables, ``_global_forward_hooks`` for example.
+    The lists of hooks of all modules are kept; they are variables of torch.
     """
     fixed = "G['__import_torch']", "G['__import_torch_dot_", "G['__builtins_dict_"
     return [not guard.name.startswith(fixed) or "_global_" in guard.name for guard in found]
