@@ -271,9 +271,12 @@ def _scale_for(addend: Tensor) -> Tensor:
 def _rescaled(total: Tensor, scale: Tensor) -> Tensor:
     """Return a sum with its bins shifted up to a scale, unless its own scale is lower."""
     scale = torch.minimum(scale, total[-1])
-    if total.device.type == "cpu" and not total[:-1].any():  # nothing to shift
-        return torch.cat([total[:-1], scale[None]])
-    return torch.stack([*_shifted(total, scale), scale])
+    if total.device.type != "cpu":  # it would wait for the columns
+        return torch.stack([*_shifted(total, scale), scale])
+    moved = torch.cat([total[:-1], scale[None]])
+    at = (scale != total[-1]) & total[:-1].any(0)
+    moved[:-1, at] = torch.stack([*_shifted(total[:, at], scale[at])])
+    return moved
 
 
 def _shifted(total: Tensor, scale: Tensor) -> Iterator[Tensor]:
@@ -308,9 +311,8 @@ def all_reduced(total: Tensor, group: Any = None) -> Tensor:
     scale = total[-1].clone()
     torch.distributed.all_reduce(scale, torch.distributed.ReduceOp.MIN, group)
     total = _rescaled(total, scale)
-    bins = total[:-1].contiguous()
-    torch.distributed.all_reduce(bins, group=group)
-    return torch.cat([bins, total[-1:]])
+    torch.distributed.all_reduce(total[:-1], group=group)
+    return total
 
 
 def sum_value(total: Tensor | VectorSum) -> Tensor:
