@@ -37,10 +37,10 @@ BINS = 3
 PIECE, DEVICE_PIECE = 2**17, 2**22
 #: Number of rows that are added together.
 ROWS = 20
-#: Number of rows that a compiled sum adds in one pass, and least and largest number of columns.
-GRAPH_ROWS, GRAPH_COLUMNS, GRAPH_PIECE = 5, 2**12, 2**18
-#: Largest size of rows that wait until there are ``ROWS`` of them, in bytes.
-WAITING = 2**26
+#: Number of rows that a compiled sum adds in one pass, and least number of columns.
+GRAPH_ROWS, GRAPH_COLUMNS = 5, 2**12
+#: Largest size of rows that wait for others, in bytes.
+WAITING = 2**27
 
 #: Bound on scaled addends: half the unit of the next higher bin, so that this bin rounds to 0.
 _LIMIT = 2.0 ** (BITS - 1)
@@ -89,7 +89,8 @@ class VectorSum:
         every = [*self._waiting, (rows, weights)]
         size, count = sum(each.nbytes for each, _ in every), sum(len(each) for each, _ in every)
         is_small = self._bins is None and size <= (BINS + 1) * 8 * self.length // 2
-        if is_small or (count < ROWS and size <= WAITING):
+        most = min(ROWS, WAITING * count // max(size, 1))
+        if is_small or count < (most // GRAPH_ROWS * GRAPH_ROWS or most):
             self._waiting.append((rows.clone(), weights.clone()))
         else:
             self._waiting = every
@@ -99,7 +100,8 @@ class VectorSum:
         """Return the sum as a tensor, ``[BINS + 1, P]``."""
         if self._bins is None:
             self._bins = empty_sum((self.length,), self.device)
-        self._add_waiting(self._bins, slice(None))
+        for columns in self._columns():
+            self._add_waiting(self._bins[:, columns], columns)
         self._waiting = []
         return self._bins
 
@@ -125,15 +127,18 @@ class VectorSum:
     def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the total in pieces, each with its place."""
         whole = None if self._bins is None else self.bins()
-        width = PIECE if torch.device(self.device).type == "cpu" else DEVICE_PIECE
-        for start in range(0, self.length, width):
-            columns = slice(start, min(start + width, self.length))
+        for columns in self._columns():
             if whole is None:
                 bins = empty_sum((columns.stop - columns.start,), self.device)
                 self._add_waiting(bins, columns)
             else:
                 bins = whole[:, columns]
             yield columns, _value(bins)
+
+    def _columns(self) -> Iterator[slice]:
+        width = PIECE if torch.device(self.device).type == "cpu" else DEVICE_PIECE
+        for start in range(0, self.length, width):
+            yield slice(start, min(start + width, self.length))
 
     def _add_waiting(self, bins: Tensor, columns: slice) -> None:
         pairs = [(rows[:, columns], weights) for rows, weights in self._waiting]
@@ -194,19 +199,15 @@ def add_rows(total: Tensor | VectorSum, rows: Tensor, weights: Tensor | None = N
         total.add(rows, weights)
         return
     factors = total.new_ones(len(rows)) if weights is None else weights.to(total)
-    if _graph is not None and total.device.type == "cpu" and total.shape[1] >= GRAPH_COLUMNS:
-        while len(rows) >= GRAPH_ROWS:
-            few, weight = rows[:GRAPH_ROWS], factors[:GRAPH_ROWS]
-            pieces = zip(total.split(GRAPH_PIECE, 1), few.split(GRAPH_PIECE, 1), strict=True)
-            for state, piece in pieces:
-                _graph(state, piece, weight)
-            rows, factors = rows[GRAPH_ROWS:], factors[GRAPH_ROWS:]
-    if not rows.numel():
-        return
-    width = max((PIECE if total.device.type == "cpu" else DEVICE_PIECE) // min(len(rows), ROWS), 1)
-    for some, weight in zip(rows.split(ROWS), factors.split(ROWS), strict=True):
+    on_cpu = total.device.type == "cpu"
+    graph = _graph if on_cpu and total.shape[1] >= GRAPH_COLUMNS else None
+    size = ROWS if graph is None else GRAPH_ROWS
+    for start in range(0, len(rows), size):
+        some, weight = rows[start : start + size], factors[start : start + size]
+        add = _add_piece if graph is None or len(some) < GRAPH_ROWS else graph
+        width = max((PIECE if on_cpu else DEVICE_PIECE) // (1 if add is graph else len(some)), 1)
         for state, piece in zip(total.split(width, 1), some.split(width, 1), strict=True):
-            _add_piece(state, piece, weight)
+            add(state, piece, weight)
 
 
 def _add_piece(total: Tensor, rows: Tensor, factors: Tensor) -> None:
@@ -252,7 +253,7 @@ def _too_large(rest: Tensor) -> Tensor | slice | None:
 
     Few do. On other devices than a CPU they are all columns, since it would wait for the answer.
     """
-    if rest.device.type != "cpu":
+    if rest.device.type != "cpu" or not rest.numel():
         return slice(None)
     low, high = map(float, rest.aminmax())
     if -_LIMIT < low <= high < _LIMIT:

@@ -210,8 +210,10 @@ def test_sum_of_typical_updates_equals_fsum():
     assert torch.equal(sum_value(total_of(rows)), right)
 
 
-@pytest.mark.parametrize("size", [1, 2**30])
-def test_small_addends_wait_for_others(monkeypatch, size):
+@pytest.mark.parametrize(
+    ("size", "together"), [(1, [1] * 45), (7 * 320, [5] * 9), (2**30, [20, 20])]
+)
+def test_small_addends_wait_for_others(monkeypatch, size, together):
     added, add = [], summation.add_rows
 
     def noted(bins, rows, weights=None):
@@ -219,11 +221,12 @@ def test_small_addends_wait_for_others(monkeypatch, size):
         add(bins, rows, weights)
 
     monkeypatch.setattr(summation, "WAITING", size)
+    monkeypatch.setattr(summation, "PIECE", 40)
     total = VectorSum(40)
     total.bins()
     monkeypatch.setattr(summation, "add_rows", noted)
     rows = addends(45)
     for row in rows:
         total.add(row[None])
-    assert added == ([20, 20] if size > 1 else [1] * 45)
+    assert added == together
     assert torch.equal(total.value(), sum_value(total_of(rows)))
