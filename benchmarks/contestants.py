@@ -93,7 +93,7 @@ WORKLOADS = {
     "blazefl": Workload(100, 20, 50, 500, 50, (3, 32, 32), PUBLISHED["blazefl"], 2),
     # The next two have as many rounds as compiled sums need to be the usual case.
     "pfl": Workload(1000, 50, 5, 50, 10, (3, 32, 32), PUBLISHED["pfl"], 10),
-    "femnist": Workload(3400, 10, 5, 100, 20, (1, 28, 28), PUBLISHED["femnist"], 32, 62),
+    "femnist": Workload(3400, 10, 5, 100, 20, (1, 28, 28), PUBLISHED["femnist"], 12, 62),
     # W1 with 1,000 clients, for a GPU: 2 GiB of samples.
     "W1000": Workload(1000, 1000, 30, 640, 64, (784,), mlp, 3),
 }
