@@ -90,7 +90,7 @@ WORKLOADS = {
     "W4": Workload(1000, 100, 5, 60, 60, (784,), mlp, 8),
     "W3": Workload(10, 10, 10, 640, 64, (3, 32, 32), CifarCNN, 2),
     "W5": Workload(10, 10, 5, 320, 64, (1, 32, 32), KeywordCNN, 2),
-    "blazefl": Workload(100, 20, 50, 500, 50, (3, 32, 32), PUBLISHED["blazefl"], 2),
+    "blazefl": Workload(100, 10, 50, 500, 50, (3, 32, 32), PUBLISHED["blazefl"], 4),
     # The next two have as many rounds as compiled sums need to be the usual case.
     "pfl": Workload(1000, 50, 5, 50, 10, (3, 32, 32), PUBLISHED["pfl"], 10),
     "femnist": Workload(3400, 10, 5, 100, 20, (1, 28, 28), PUBLISHED["femnist"], 12, 62),

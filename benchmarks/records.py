@@ -55,7 +55,7 @@ WORKLOADS = {
     "W4": "MLP 784-100-100-10, 100 of 1,000 clients, 5 steps of 60 samples",
     "W3": "convolutional network for CIFAR-10 (5x5), 10 clients, 10 steps of 64 samples",
     "W5": "convolutional network for keywords (3x3), 10 clients, 5 steps of 64 samples",
-    "blazefl": "BlazeFL's CNN for CIFAR-10, 20 of 100 clients, 50 steps of 50 samples",
+    "blazefl": "BlazeFL's CNN for CIFAR-10, 10 of 100 clients, 50 steps of 50 samples",
     "pfl": "pfl-research's CNN for CIFAR-10, 50 of 1,000 clients, 5 steps of 10 samples",
     "femnist": "the same CNN for FEMNIST, 10 of 3,400 clients, 5 steps of 20 samples",
 }
