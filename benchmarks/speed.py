@@ -8,11 +8,11 @@
 Workloads: W1 and W2 are MLPs of 10 and 100 clients with 30 steps of 64 samples, W4 is 100 of 1,000
 clients of 60 samples with 5 steps, W3 and W5 are the convolutional networks for CIFAR-10 and for
 keywords, 10 clients with 10 and 5 steps. Workloads that others publish: ``blazefl`` (10 of 100
-clients with 50 steps of 50 CIFAR-10 samples, a small CNN), ``pfl`` (50 of 1,000 clients with 5 steps of 10
-CIFAR-10 samples) and ``femnist`` (10 of 3,400 clients with 5 steps of 20). ``--device cuda`` trains
-on a GPU. ``--peer`` adds other libraries, each by a script in ``peers`` and in an environment that
-``peers/install.sh`` makes. ``--record`` adds the result to the records from which
-``records/README.md`` is generated.
+clients with 50 steps of 50 CIFAR-10 samples, a small CNN), ``pfl`` (50 of 1,000 clients with 5
+steps of 10 CIFAR-10 samples) and ``femnist`` (10 of 3,400 clients with 5 steps of 20).
+``--device cuda`` trains on a GPU. ``--peer`` adds other libraries, each by a script in ``peers``
+and in an environment that ``peers/install.sh`` makes. ``--record`` adds the result to the records
+from which ``records/README.md`` is generated.
 
 ``agreement`` compares results with those of the loop. ``growth`` measures rounds of 100 clients in
 federations that grow, their memory and checkpoints; see ``growth.py``. ``costs`` tells apart what a
