@@ -272,7 +272,7 @@ def _scale_for(addend: Tensor) -> Tensor:
 def _rescaled(total: Tensor, scale: Tensor) -> Tensor:
     """Return a sum with its bins shifted up to a scale, unless its own scale is lower."""
     scale = torch.minimum(scale, total[-1])
-    if total.device.type != "cpu":  # it would wait for the columns
+    if total.device.type != "cpu":  # where Python would wait for the indices of the columns
         return torch.stack([*_shifted(total, scale), scale])
     moved = torch.cat([total[:-1], scale[None]])
     at = (scale != total[-1]) & total[:-1].any(0)
