@@ -21,8 +21,8 @@ sys.path.insert(0, str(HERE.parent))  # this checkout's package, whatever is ins
 # The same for the notebooks, which run in processes of their own.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.getenv("PYTHONPATH")]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as fast for small models
-# Of tqdm, which looks for widgets; of Lightning 2.6, which uses what torch 2.14 replaces, and which
-# calls the step of a notebook's refused module experimental.
+# Warnings that notebooks do not show: tqdm finds no widgets, Lightning 2.6 calls what torch 2.14
+# deprecates, and Lightning calls `dataloader_iter`, which a notebook has refused, experimental.
 HIDDEN = "IProgress not found", "`isinstance(treespec", "You are using the `dataloader_iter`"
 os.environ["PYTHONWARNINGS"] = ",".join(f"ignore:{start}" for start in HIDDEN)
 
