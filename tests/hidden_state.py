@@ -17,20 +17,21 @@ class Counting(Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = self._loss(closure)
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+            rate = self.rate(group)
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(self.update(p, group), alpha=group["lr"] / group["step"])
+                    p.sub_(self.update(p, group), alpha=rate)
         return loss
+
+    def rate(self, group):
+        group["step"] = group.get("step", 0) + 1
+        return group["lr"] / group["step"]
 
     def update(self, p, group):
         return p.grad
-
-    def _loss(self, closure):
-        with torch.enable_grad():
-            return None if closure is None else closure()
 
 
 class Attribute(Counting):
@@ -40,8 +41,10 @@ class Attribute(Counting):
         super().__init__(params, lr)
         self.calls, self.total = 0, torch.zeros(())
 
+    def rate(self, group):
+        return group["lr"]
+
     def update(self, p, group):
-        group["step"] = 1
         self.calls += 1
         self.total = self.total + self.calls
         return p.grad / self.total.to(p)
@@ -86,23 +89,10 @@ class Learned(Counting):
         for group in self.param_groups:
             group["d"] = 1e-3
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = self._loss(closure)
-        for group in self.param_groups:
-            total = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
-            group["d"] = max(group["d"], total / (1 + total))
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] * group["d"])
-        return loss
-
-
-class Matrices(Counting):
-    """Weight decay for matrices alone, decided in the step by the number of dimensions."""
-
-    def update(self, p, group):
-        return p.grad + 0.1 * p if p.ndim > 1 else p.grad
+    def rate(self, group):
+        total = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+        group["d"] = max(group["d"], total / (1 + total))
+        return group["lr"] * group["d"]
 
 
 class GlobalNorm(Counting):
@@ -119,14 +109,8 @@ class Relative(Counting):
     def __init__(self, params):
         super().__init__(params, lr=None)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = self._loss(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=0.1)
-        return loss
+    def rate(self, group):
+        return 0.1
 
 
 class SlowCopy(Counting):

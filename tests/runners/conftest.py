@@ -2,7 +2,6 @@
 
 from itertools import product
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +9,9 @@ from torch import nn
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import Dirichlet
-from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import VectorizedClients, groups
+from linear import SGD, Linear
 
 
 class PerClient(HyperparameterPolicy):
@@ -43,24 +43,26 @@ def two_layers():
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-class Tiny(L.LightningModule):
-    """A small net, an optimizer that is given, and a loss that is logged in every way."""
+class Tiny(Linear):
+    """A small net whose loss is logged in every way.
 
-    def __init__(self, optimizer=None, net=None):
-        super().__init__()
-        self.net = (net or two_layers)()
-        self.optimizer = optimizer or (lambda params: torch.optim.SGD(params, lr=0.1))
+    Args:
+        optimizer: Function of the parameters.
+        net: Function that makes the net.
+        step: Function of module, loss, batch and its index that returns the loss of a step.
+    """
+
+    def __init__(self, optimizer=SGD, net=two_layers, step=None):
+        super().__init__(net(), optimizer)
+        self.step = step
 
     def training_step(self, batch, batch_idx):
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return loss if self.step is None else self.step(self, loss, batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
-
-    def configure_optimizers(self):
-        return self.optimizer(self.parameters())
 
 
 @pytest.fixture
@@ -89,7 +91,10 @@ def ragged(data, blobs):
 
 @pytest.fixture
 def train(fit, ragged, monkeypatch):
-    """Fit a module, sequentially (``group_size=None``) or vectorized; returns the loop."""
+    """Fit a module, sequentially (``group_size=None``) or vectorized; returns the loop.
+
+    ``steps`` is the number of local steps if all clients make as many, at the optimizer's rate.
+    """
 
     def run(
         module,
@@ -99,12 +104,14 @@ def train(fit, ragged, monkeypatch):
         federation=None,
         rounds=2,
         compile=False,
+        steps=None,
         **options,
     ):
-        given = {"policy": PerClient(), "buffers": "average", "seed": 3} | (federation or {})
-        user = (
-            module if group_size is None else VectorizedClients(module, group_size, compile=compile)
-        )
+        policy = PerClient() if steps is None else Schedule(num_steps=steps)
+        given = {"policy": policy, "buffers": "average", "seed": 3} | (federation or {})
+        user = module
+        if group_size is not None:
+            user = VectorizedClients(module, group_size, compile=compile)
         monkeypatch.setattr(groups, "MOST_STEPS", most_steps)  # in a Lightning batch
         datamodule = ragged() if datamodule is None else datamodule
         return fit(user, FederatedLoop(**given), datamodule, rounds=rounds, **options)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fl.types import FederationError
@@ -49,26 +48,23 @@ LOGS = [
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.filterwarnings("ignore:.*training_step logs a metric or logs a twice")
 def test_logged_values_agree(agree, tiny, log, group_size):
-    class Logs(tiny.kind):
-        def training_step(self, batch, batch_idx):
-            loss = F.cross_entropy(self.net(batch[0]), batch[1])
-            log(self, loss)
-            return loss
+    def step(module, loss, batch, batch_idx):
+        log(module, loss)
+        return loss
 
-    expected = agree(lambda: tiny(Logs), (group_size,), 2)
+    expected = agree(lambda: tiny(step=step), (group_size,), 2)
     assert "a" in expected.rows[0]
 
 
 @pytest.mark.filterwarnings("ignore:.*one client after another")
 def test_a_value_that_is_logged_for_some_clients_of_a_group_is_refused(train, tiny):
-    class OfFullBatches(tiny.kind):
-        def training_step(self, batch, batch_idx):
-            if len(batch[1]) == 10:
-                self.log("full", 1.0, on_step=False, on_epoch=True)
-            return super().training_step(batch, batch_idx)
+    def log_full_batches(module, loss, batch, batch_idx):
+        if len(batch[1]) == 10:
+            module.log("full", 1.0, on_step=False, on_epoch=True)
+        return loss
 
     with pytest.raises(FederationError, match="it logs full for some clients only"):
-        train(tiny(OfFullBatches), 7)
+        train(tiny(step=log_full_batches), 7)
 
 
 def test_a_step_is_logged_as_the_mean_of_its_samples(train, tiny, ragged):

@@ -43,10 +43,9 @@ def test_most_steps_do_not_change_results(agree, tiny, ragged, most_steps, batch
 # --- modules of all kinds -------------------------------------------------------------------------
 
 
-class Norm(nn.Sequential):
-    def __init__(self):
-        # In place, as many do: a stack must not be written to while its gradient needs it.
-        super().__init__(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(inplace=True), nn.Linear(5, 3))
+def norm():
+    # In place, as many do: a stack must not be written to while its gradient needs it.
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(inplace=True), nn.Linear(5, 3))
 
 
 @pytest.mark.filterwarnings("ignore:Found 2 module.* in eval mode")
@@ -135,13 +134,10 @@ def by_layer(module):
     ],
 )
 def test_optimizers_of_some_parameters_agree(agree, tiny, configure, options):
-    class Own(tiny.kind):
-        def configure_optimizers(self):
-            return configure(self)
-
     def make():
-        module = tiny(Own)
+        module = tiny()
         module.made = sgd(module.parameters())
+        module.optimizer = lambda params: configure(module)
         return module
 
     agree(make, (3,), **options)
@@ -189,29 +185,22 @@ READS = {
 }
 
 
-@pytest.fixture
-def reads(tiny):
-    def make(name, since=0):
-        class Reads(tiny.kind):
-            def training_step(self, batch, batch_idx):
-                loss = super().training_step(batch, batch_idx)
-                return loss * READS[name](self) if self.current_epoch >= since else loss
-
-        return tiny(Reads)
-
-    return make
-
-
 @pytest.mark.parametrize("name", READS)
-def test_a_step_that_reads_what_clients_share_is_not_vectorized(agree, reads, name):
+def test_a_step_that_reads_what_clients_share_is_not_vectorized(agree, tiny, name):
+    def read(module, loss, *_):
+        return loss * READS[name](module)
+
     with pytest.warns(UserWarning, match="one client after another, not at once: .* reads|uses"):
-        agree(lambda: reads(name))
+        agree(lambda: tiny(step=read))
 
 
 @pytest.mark.parametrize("name", ["optimizers", "global_step", "num_training_batches"])
-def test_a_later_step_that_reads_what_clients_share_ends_the_run(train, reads, name):
+def test_a_later_step_that_reads_what_clients_share_ends_the_run(train, tiny, name):
+    def read_later(module, loss, *_):
+        return loss * READS[name](module) if module.current_epoch else loss
+
     with pytest.raises(FederationError, match="--ckpt_path=last"):
-        train(reads(name, since=1), 3)
+        train(tiny(step=read_later), 3)
 
 
 class Short:
@@ -304,20 +293,15 @@ def test_client_modules_agree(agree, client, ragged, options):
 
 
 def test_a_user_module_is_given_what_its_client_started_from(agree, tiny):
-    class Near(tiny.kind):
-        federated_global_parameters = {}  # noqa: RUF012  # a module asks for it by having it
-
-        def training_step(self, batch, batch_idx):
-            drift = sum(
-                (p - self.federated_global_parameters[n]).square().sum()
-                for n, p in self.named_parameters()
-            )
-            return super().training_step(batch, batch_idx) + 3 * drift
+    def near(module, loss, *_):
+        start = module.federated_global_parameters
+        return loss + 3 * sum((p - start[n]).square().sum() for n, p in module.named_parameters())
 
     modules = []
 
     def make():
-        modules.append(tiny(Near))
+        modules.append(tiny(step=near))
+        modules[-1].federated_global_parameters = {}  # it asks for them by having it
         return modules[-1]
 
     agree(make, federation={"aggregator": OwnStarts()})
@@ -330,7 +314,7 @@ def test_a_user_module_is_given_what_its_client_started_from(agree, tiny):
 def test_compiled_steps_do_not_change_results(agree, client, tiny, ragged, kind):
     if kind == "user module":
         data, options = functools.partial(ragged, drop_last=True), {"gradient_clip_val": 0.3}
-        agree(lambda: tiny(net=Norm), (7,), 1, data, compile=True, **options)
+        agree(lambda: tiny(net=norm), (7,), 1, data, compile=True, **options)
     else:
         rule = OwnStarts() if kind == "own starts" else FedAvg()
         federation = {"aggregator": rule}
@@ -378,11 +362,8 @@ def test_a_padding_sample_changes_nothing(agree, tiny, client, ragged, kind):
         def sample(self, round, clients):
             return {"num_steps": torch.where(first_broken().num_samples > 30, 1, 3)}
 
-    loop = agree(
-        tiny if kind == "tiny" else lambda: client(terms=(prox,)),
-        datamodule=first_broken,
-        federation={"policy": FewSteps()},
-    )
+    make = tiny if kind == "tiny" else lambda: client(terms=(prox,))
+    loop = agree(make, datamodule=first_broken, federation={"policy": FewSteps()})
     figure = "loss" if kind == "tiny" else "train_loss"
     assert all(row["dropped"] == 0 and row[figure] < 9 for row in loop.rows)
 
@@ -390,37 +371,30 @@ def test_a_padding_sample_changes_nothing(agree, tiny, client, ragged, kind):
 # --- random layers --------------------------------------------------------------------------------
 
 
-class Random(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Dropout(0.3), nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3))
+def test_one_vectorized_client_draws_what_the_module_draws(train, tiny, flat):
+    def random():
+        return nn.Sequential(nn.Dropout(0.3), nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3))
 
-
-def test_one_vectorized_client_draws_what_the_module_draws(train, tiny):
-    plain, vectorized = tiny(net=Random), tiny(net=Random)
+    plain, vectorized = tiny(net=random), tiny(net=random)
     train(plain)
-    train(vectorized, 1)
-    for a, b in zip(plain.parameters(), vectorized.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)  # products of batches are rounded
+    train(vectorized, 1)  # products of batches are rounded
+    torch.testing.assert_close(flat(plain), flat(vectorized), rtol=0, atol=1e-13)
 
 
 def test_vectorized_clients_draw_different_numbers(train, tiny):
-    class Noting(tiny.kind):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("noise", torch.zeros(8))
+    def note(module, loss, *_):
+        module.noise.copy_(torch.rand(8, dtype=torch.float64))
+        return loss
 
-        def training_step(self, batch, batch_idx):
-            self.noise.copy_(torch.rand(8, dtype=torch.float64))
-            return super().training_step(batch, batch_idx)
-
-    seen = []
+    noting, seen = tiny(step=note), []
+    noting.register_buffer("noise", torch.zeros(8, dtype=torch.float64))
 
     class Keep(FedAvg):
         def update(self, clients):
             seen.extend(clients.delta[:, -8:])
             super().update(clients)
 
-    train(tiny(Noting), 7, rounds=1, federation={"aggregator": Keep()})
+    train(noting, 7, rounds=1, federation={"aggregator": Keep()})
     assert len(seen) == 7
     assert len(torch.stack(seen).unique()) == 56
 
@@ -457,9 +431,8 @@ def test_a_checkpoint_is_the_modules(train, tmp_path):
     train(module, 3, callbacks=[keep], enable_checkpointing=True)
     path = tmp_path / "c" / "last.ckpt"
     saved = torch.load(path, weights_only=True)
-    assert (
-        saved["state_dict"].keys() == module.state_dict().keys() == group_size.state_dict().keys()
-    )
+    for user in (module, group_size):
+        assert saved["state_dict"].keys() == user.state_dict().keys()
     assert saved["hyper_parameters"] == {"width": 2, "lr": 0.1}
     plain = Saved.load_from_checkpoint(path)
     torch.testing.assert_close(plain.net[0].weight, module.net[0].weight.float())
@@ -479,25 +452,21 @@ def test_validation_test_and_prediction_are_the_modules(trainer, foreign, data, 
         def predict_step(self, batch, batch_idx):
             return self.net(batch[0])
 
-    module = Whole().double()
-    federated = data(test=blobs(30, seed=5))
+    module, federated = Whole().double(), data(test=blobs(30, seed=5))
+    users = module, VectorizedClients(module)
     for verb in ("validate", "test"):
         found = [
             getattr(trainer(False), verb)(user, datamodule=federated, verbose=False)
-            for user in (module, VectorizedClients(module))
+            for user in users
         ]
         assert found[0] == found[1]
         assert found[0][0]
-    predicted = [
-        trainer(False).predict(u, datamodule=federated) for u in (module, VectorizedClients(module))
-    ]
-    assert torch.equal(predicted[0][0], predicted[1][0])
+    predicted = [trainer(False).predict(user, datamodule=federated)[0] for user in users]
+    assert torch.equal(*predicted)
 
 
 def test_it_runs_and_prints_and_is_copied_as_the_module(tiny):
-    module = tiny()
-    module.forward = module.net.forward
-    group_size = VectorizedClients(module)
+    group_size = VectorizedClients(module := tiny())
     x = torch.randn(2, 6, dtype=torch.float64)
     assert torch.equal(group_size(x), module(x))
     other = copy.deepcopy(group_size)
@@ -513,22 +482,16 @@ def test_it_runs_and_prints_and_is_copied_as_the_module(tiny):
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "many", None, True])
 def test_group_size_out_of_range_is_refused(tiny, value):
-    with pytest.raises(
-        FederationError,
-        match=f"group_size must be an integer of at least 1, got {value!r}: .* auto",
-    ):
+    expected = f"group_size must be an integer of at least 1, got {value!r}: .* auto"
+    with pytest.raises(FederationError, match=expected):
         VectorizedClients(tiny(), group_size=value)
 
 
 def test_only_a_module_of_lightning_is_vectorized(tiny):
-    with pytest.raises(
-        FederationError, match="VectorizedClients takes a LightningModule, got Linear"
-    ):
-        VectorizedClients(nn.Linear(1, 1))
-    with pytest.raises(
-        FederationError, match="VectorizedClients takes a LightningModule, got VectorizedClients"
-    ):
-        VectorizedClients(VectorizedClients(tiny()))
+    for other in (nn.Linear(1, 1), VectorizedClients(tiny())):
+        words = f"VectorizedClients takes a LightningModule, got {type(other).__name__}"
+        with pytest.raises(FederationError, match=words):
+            VectorizedClients(other)
 
 
 @pytest.mark.parametrize("fitted", [False, True])
@@ -618,15 +581,13 @@ def test_sparse_gradients_and_integer_parameters(agree, tiny, sparse, momentum):
 
 @pytest.mark.filterwarnings("ignore:.*trains one client after another")
 def test_samples_that_a_module_keeps_do_not_change(train, tiny):
-    class Keeps(tiny.kind):
-        kept = ()
+    kept = []
 
-        def training_step(self, batch, batch_idx):
-            if batch[0].sum().item() is not None:  # which cannot be mapped
-                self.kept += ((batch[0], batch[0].clone()),)
-            return super().training_step(batch, batch_idx)
+    def keep(module, loss, batch, batch_idx):
+        if batch[0].sum().item() is not None:  # which cannot be mapped
+            kept.append((batch[0], batch[0].clone()))
+        return loss
 
-    module = tiny(Keeps)
-    train(module, 3)
-    assert len(module.kept) > 20
-    assert all(torch.equal(kept, copied) for kept, copied in module.kept)
+    train(tiny(step=keep), 3)
+    assert len(kept) > 20
+    assert all(torch.equal(*pair) for pair in kept)

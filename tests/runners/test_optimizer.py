@@ -1,5 +1,7 @@
 """An optimizer is fresh for each client, its state is kept, and stacked clients may share it."""
 
+import threading
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -7,12 +9,11 @@ from torch import nn, optim
 
 import hidden_state as hidden
 from grids import diagonal
-from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.optimizers import Adaptive, Combined, PFedMe
 from lightning_fl.policies import Schedule
 from lightning_fl.runners.optimizer import why_not_elementwise
-from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError
+from only import Only
 
 
 class Deltas(Callback):
@@ -27,18 +28,15 @@ class Deltas(Callback):
         return delta
 
 
-class Only(ClientSampler):
-    """Samples certain clients, and the same client in the first round of each run."""
-
-    def __init__(self, *clients):
-        self.clients = clients
+class Later(Only):
+    """Samples the same client in the first round of each run, and then the given ones."""
 
     def sample(self, round, count, num_samples, generator):
-        return torch.tensor(self.clients if round == 1 else (1,))
+        return self.clients if round else torch.tensor([1])
 
 
 #: Optimizers that keep what they learn in all kinds of places.
-KINDS = {kind.__name__: kind for kind in (*hidden.LEARNERS, hidden.Matrices, hidden.GlobalNorm)}
+KINDS = {kind.__name__: kind for kind in (*hidden.LEARNERS, hidden.GlobalNorm)}
 KINDS |= {
     "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
     "Adam": lambda p: optim.Adam(p, lr=0.01),
@@ -67,9 +65,8 @@ def update(train):
     """Return the update of client 5 in the second round, alone or after other clients."""
 
     def of(module, *others, callbacks=()):
-        deltas = Deltas()
-        federation = {"policy": Schedule(num_steps=4), "sampler": Only(*others, 5)}
-        train(module, federation=federation, rounds=2, callbacks=[deltas, *callbacks])
+        deltas, federation = Deltas(), {"sampler": Later([*others, 5])}
+        train(module, steps=4, federation=federation, callbacks=[deltas, *callbacks])
         return deltas.by_client[5]
 
     return of
@@ -119,7 +116,7 @@ def test_moved_options_go_back_at_the_next_client(how, kind, update, tiny):
 
 def test_the_next_round_continues_from_the_options_of_the_longest_client(train, tiny):
     module = tiny(type("Own", (Halves, tiny.kind), {}))
-    loop = train(module, federation={"policy": Schedule(num_steps=3)}, rounds=2)
+    loop = train(module, steps=3)
     assert loop.fit.trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5**6
 
 
@@ -131,8 +128,8 @@ def test_what_an_optimizer_learned_is_resumed(kind, keep, train, tiny, flat, tmp
 
     def run(rounds, **options):
         module = tiny(optimizer=make)
-        federation = {"policy": Schedule(num_steps=4), "optimizer_state": keep}
-        loop = train(module, federation=federation, rounds=rounds, **options)
+        federation = {"optimizer_state": keep}
+        loop = train(module, steps=4, federation=federation, rounds=rounds, **options)
         loop.fit.trainer.save_checkpoint(tmp_path / f"{rounds}.ckpt")
         return flat(module)
 
@@ -144,8 +141,8 @@ def test_what_an_optimizer_learned_is_resumed(kind, keep, train, tiny, flat, tmp
     ("kind", "row"), [(hidden.Counting, "number.group0.step"), ("Adam", "optimizer.0.step")]
 )
 def test_a_client_keeps_what_state_dict_saves(kind, row, train, tiny):
-    federation = {"policy": Schedule(num_steps=4), "optimizer_state": "keep", "sampler": Only(1, 5)}
-    loop = train(tiny(optimizer=KINDS.get(kind, kind)), federation=federation)
+    federation = {"optimizer_state": "keep", "sampler": Later([1, 5])}
+    loop = train(tiny(optimizer=KINDS.get(kind, kind)), steps=4, federation=federation)
     assert [loop.store.get(client)[row].item() for client in (1, 5)] == [8, 4]
 
 
@@ -154,9 +151,8 @@ def test_a_kept_state_continues_like_one_optimizer(train, tiny, flat, data, blob
     found = []
     for rounds, steps in ((2, 2), (1, 4)):
         module = tiny(optimizer=lambda p: optim.Adam(p, lr=0.1))
-        federation = {"policy": Schedule(num_steps=steps), "optimizer_state": "keep"}
-        one = data(blobs(20), num_clients=1, batch_size=None)
-        train(module, federation=federation, rounds=rounds, datamodule=one)
+        options = {"federation": {"optimizer_state": "keep"}, "rounds": rounds, "steps": steps}
+        train(module, datamodule=data(blobs(20), num_clients=1, batch_size=None), **options)
         found.append(flat(module))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
@@ -179,8 +175,6 @@ def test_an_optimizer_with_a_copy_of_its_parameters_is_refused(kind):
 
 
 def test_an_optimizer_that_cannot_be_copied_is_refused():
-    import threading
-
     class Locked(hidden.Counting):
         def __init__(self, params):
             super().__init__(params)
@@ -238,7 +232,7 @@ def test_a_policy_sets_the_rate_of_an_optimizer_without_step_hooks(train, tiny, 
         train(module, federation={"policy": Schedule(num_steps=3, lr=lr)}, rounds=1)
         found.append(flat(module))
     same = tiny(optimizer=lambda params: hidden.Lookahead(params, lr=0.01))
-    train(same, federation={"policy": Schedule(num_steps=3)}, rounds=1)
+    train(same, steps=3, rounds=1)
     assert not torch.equal(found[0], found[1])
     torch.testing.assert_close(found[1], flat(same), rtol=0, atol=1e-12)
 
@@ -246,17 +240,15 @@ def test_a_policy_sets_the_rate_of_an_optimizer_without_step_hooks(train, tiny, 
 def test_an_optimizer_without_a_rate_trains_and_a_policy_cannot_set_it(train, tiny, flat):
     module, plain = tiny(optimizer=hidden.Relative), tiny()
     for each in (module, plain):
-        train(each, federation={"policy": Schedule(num_steps=3)}, rounds=1)
+        train(each, steps=3, rounds=1)
     torch.testing.assert_close(flat(module), flat(plain), rtol=0, atol=1e-12)
     with pytest.raises(FederationError, match="the optimizer's learning rate is 0 or missing"):
         train(tiny(optimizer=hidden.Relative), federation={"policy": Schedule(lr=0.1)}, rounds=1)
 
 
-def test_the_step_of_an_optimizer_is_its_own_again_after_the_fit(trainer, tiny, data):
-    module = tiny(optimizer=hidden.Lookahead)
-    made = trainer(FederatedLoop(buffers="average"), rounds=1)
-    made.fit(module, datamodule=data())
-    assert "step" not in vars(made.optimizers[0])
+def test_the_step_of_an_optimizer_is_its_own_again_after_the_fit(train, tiny):
+    loop = train(tiny(optimizer=hidden.Lookahead))
+    assert "step" not in vars(loop.fit.trainer.optimizers[0])
 
 
 # --- stacked clients ------------------------------------------------------------------------------

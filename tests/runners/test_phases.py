@@ -103,18 +103,25 @@ def test_fedrep_by_hand(run, clip):
     assert loop.rows[0]["bytes_up"] == 5 * (6 * 4 + 4) * 8
 
 
-class Uneven(HyperparameterPolicy):
+class Drawn(HyperparameterPolicy):
+    """Its numbers are a function of the round and the clients."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers = numbers
+
+    def sample(self, round, clients):
+        return self.numbers(round, clients)
+
+
+def uneven(round, clients):
     """Another amount of work and rate for each client."""
-
-    def sample(self, round, clients):
-        return {"num_steps": 5 + clients % 3, "lr": 0.05 * (1 + clients % 2)}
+    return {"num_steps": 5 + clients % 3, "lr": 0.05 * (1 + clients % 2)}
 
 
-class Brief(HyperparameterPolicy):
+def brief(round, clients):
     """One client is done after the first phase, another one in each round."""
-
-    def sample(self, round, clients):
-        return {"num_steps": 2 + ((clients + round) % 5 > 0).long()}
+    return {"num_steps": 2 + ((clients + round) % 5 > 0).long()}
 
 
 VECTORIZED = {
@@ -122,12 +129,12 @@ VECTORIZED = {
     "keep": {"optimizer_state": "keep"},
     "keep, done": {
         "optimizer_state": "keep",
-        "policy": Brief(),
+        "policy": Drawn(brief),
         "phases": [Phase("local", num_steps=2), Phase("shared")],
         "clients_per_round": 5,
     },
     "clip": {"gradient_clip_val": 0.5},
-    "rates": {"policy": Uneven(), "phases": [Phase("shared"), Phase("local", num_steps=2)]},
+    "rates": {"policy": Drawn(uneven), "phases": [Phase("shared"), Phase("local", num_steps=2)]},
     "adam": {
         "optimizer": functools.partial(torch.optim.Adam, lr=0.01),
         "policy": Schedule(num_steps=5),
@@ -163,21 +170,10 @@ def test_one_phase_of_all_is_no_phase(run, size):
     close(run([], size), run([Phase()], size))
 
 
-@pytest.mark.parametrize("size", [None, 3])
-def test_fedbabu_never_moves_the_head(run, size):
-    module, loop, _ = run([Phase("shared")], size)
-    for client in loop.store.rows:
-        for name, value in Net().net[2].state_dict().items():
-            assert torch.equal(loop.store.get(client)[f"parameter.net.2.{name}"], value)
-    # Without local parameters: the head is exchanged, but never trained and so not sent.
-    other, exchanged, _ = run([Phase(["!net.2.*"])], size, local=())
-    assert torch.equal(other.net[2].weight, Net().net[2].weight)
-    torch.testing.assert_close(other.net[0].weight, module.net[0].weight, atol=1e-12, rtol=0)
-    assert exchanged.rows[0]["bytes_up"] == loop.rows[0]["bytes_up"] == 5 * 28 * 8
-
-
 class Shrinks(torch.optim.SGD):
     """Moves all parameters, also those without a gradient."""
+
+    federated_elementwise = True
 
     def step(self, closure=None):
         loss = super().step(closure)
@@ -188,14 +184,18 @@ class Shrinks(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("size", [None, 3])
-def test_parameters_of_other_phases_stay_with_an_optimizer_that_moves_them(run, size):
-    Shrinks.federated_elementwise = True
-    options = {"optimizer": functools.partial(Shrinks, lr=0.1)}
-    module, loop, _ = run([Phase("shared")], size, **options)
+@pytest.mark.parametrize("optimizer", [SGD, functools.partial(Shrinks, lr=0.1)])
+def test_fedbabu_never_moves_the_head(run, size, optimizer):
+    module, loop, _ = run([Phase("shared")], size, optimizer)
     assert not torch.equal(module.net[0].weight, Net().net[0].weight)
     for client in loop.store.rows:
         for name, value in Net().net[2].state_dict().items():
             assert torch.equal(loop.store.get(client)[f"parameter.net.2.{name}"], value)
+    # Without local parameters: the head is exchanged, but never trained and so not sent.
+    other, exchanged, _ = run([Phase(["!net.2.*"])], size, optimizer, local=())
+    assert torch.equal(other.net[2].weight, Net().net[2].weight)
+    torch.testing.assert_close(other.net[0].weight, module.net[0].weight, atol=1e-12, rtol=0)
+    assert exchanged.rows[0]["bytes_up"] == loop.rows[0]["bytes_up"] == 5 * 28 * 8
 
 
 REFUSED = {
@@ -223,13 +223,10 @@ def test_what_does_not_fit_is_refused(run, phases, options, message):
 
 
 def test_clients_that_get_out_of_step_in_a_later_round_end_the_run(run):
-    class Late(HyperparameterPolicy):
-        def sample(self, round, clients):
-            return {"num_steps": 5 + round * (clients % 2)}
-
+    policy = Drawn(lambda round, clients: {"num_steps": 5 + round * (clients % 2)})
     phases = [Phase("shared"), Phase("local", num_steps=2)]
     with pytest.raises(FederationError, match="change from phase to phase in different local st"):
-        run(phases, size=3, policy=Late(), rounds=2)
+        run(phases, size=3, policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -248,12 +245,9 @@ def test_a_phase_has_valid_options(options, message):
 
 
 def test_a_client_with_too_few_steps_for_all_phases_is_named(run):
-    class Short(HyperparameterPolicy):
-        def sample(self, round, clients):
-            return {"num_steps": 2 + 3 * (clients != 4)}
-
+    policy = Drawn(lambda round, clients: {"num_steps": 2 + 3 * (clients != 4)})
     with pytest.warns(UserWarning, match=r"in round 1, 1 of 5 clients \(client 4\) have too few"):
-        run([Phase("local", num_steps=2), Phase("shared")], policy=Short())
+        run([Phase("local", num_steps=2), Phase("shared")], policy=policy)
 
 
 def test_ends_and_alignment():

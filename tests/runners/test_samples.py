@@ -1,5 +1,7 @@
 """Batches of every kind: each client trains on what it would get by itself."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,24 +96,16 @@ ALONE = {
 @pytest.mark.parametrize("most_steps", [1, 3])
 def test_batches_are_collated_client_by_client_and_mapped(agree, tiny, ragged, kind, most_steps):
     collate, read = MAPPED[kind]
-    agree(
-        lambda: tiny(Reader, read),
-        most_steps=most_steps,
-        datamodule=lambda: ragged(collate_fn=collate),
-        rounds=3,
-    )
+    data = functools.partial(ragged, collate_fn=collate)
+    agree(lambda: tiny(Reader, read), (3,), most_steps, data, rounds=3)
 
 
 @pytest.mark.parametrize("kind", ALONE)
 def test_batches_that_cannot_be_mapped_train_one_client_after_another(agree, tiny, ragged, kind):
     collate, read = ALONE[kind]
+    data = functools.partial(ragged, collate_fn=collate)
     with pytest.warns(UserWarning, match="one client after another, not at once: ") as said:
-        agree(
-            lambda: tiny(Reader, read),
-            group_size=(4,),
-            most_steps=2,
-            datamodule=lambda: ragged(collate_fn=collate),
-        )
+        agree(lambda: tiny(Reader, read), (4,), 2, data)
     assert sum("one client after another" in str(each.message) for each in said) == 1
 
 
@@ -124,12 +118,11 @@ class Whitened(FederatedDataModule):
 
 
 def test_hooks_of_the_data_see_one_client(agree, tiny, blobs):
-    options = {"partition": Dirichlet(0.4, min_size=4), "batch_size": 10, "seed": 1}
-    agree(
-        lambda: tiny(Reader, lambda batch: batch),
-        most_steps=2,
-        datamodule=lambda: Whitened(blobs(180), num_clients=7, val_size=20, **options),
-    )
+    def whitened():
+        options = {"partition": Dirichlet(0.4, min_size=4), "batch_size": 10, "seed": 1}
+        return Whitened(blobs(180), num_clients=7, val_size=20, **options)
+
+    agree(lambda: tiny(Reader, lambda batch: batch), (3,), 2, whitened)
 
 
 def test_batches_of_one_shape_are_stacked_and_clients_that_are_done_left_out():

@@ -36,10 +36,10 @@ def test_a_graph_has_the_clients_rate_in_every_step(
     agree, tiny, data, uncompiled, most_steps, lr, options
 ):
     """Also in the last one, which is made inside the optimizer's own."""
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1, **options)
+    optimizer = functools.partial(sgd, **options)
     federation = {"policy": Schedule(lr=lr, num_steps=3)}
-    given = {"datamodule": data, "compile": True, "federation": federation}
-    agree(lambda: tiny(optimizer=optimizer), (1, 4), most_steps, **given)
+    given = {"compile": True, "federation": federation}
+    agree(lambda: tiny(optimizer=optimizer), (1, 4), most_steps, data, **given)
 
 
 @pytest.mark.parametrize("optimizer", [sgd, momentum])
@@ -51,9 +51,8 @@ def test_a_graph_that_cannot_be_compiled_loses_no_update(agree, tiny, data, monk
         return fail
 
     monkeypatch.setattr(torch, "compile", compile)
-    options = {"datamodule": data, "federation": {"policy": Schedule(num_steps=3)}}
     with pytest.warns(UserWarning, match="steps are not compiled: .*there is no compiler"):
-        agree(lambda: tiny(optimizer=optimizer), (4,), 3, compile=True, **options)
+        agree(lambda: tiny(optimizer=optimizer), (4,), 3, data, compile=True, steps=3)
 
 
 class Remembers(Linear):
@@ -81,9 +80,8 @@ def test_what_a_step_keeps_of_its_samples_outlives_the_next(
     agree, tiny, data, uncompiled, kind, compile
 ):
     """Samples of the steps of a Lightning batch are fetched to the same memory."""
-    federation = {"policy": Schedule(num_steps=4), "buffers": "server"}
-    options = {"datamodule": data, "federation": federation, "compile": compile}
-    agree(lambda: tiny(kind), (1, 4), 4, **options)
+    options = {"federation": {"buffers": "server"}, "steps": 4, "compile": compile}
+    agree(lambda: tiny(kind), (1, 4), 4, data, **options)
 
 
 class Decays(Linear):
@@ -111,30 +109,26 @@ def traced(monkeypatch):
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_layer_that_is_not_used_does_not_decay(agree, tiny, data, traced, kind, is_used):
-    federation = {"policy": Schedule(num_steps=3)}
-    options = {"datamodule": data, "federation": federation, "compile": True}
-    agree(lambda: tiny(Decays, kind, is_used), (4,), **options)
+    agree(lambda: tiny(Decays, kind, is_used), (4,), datamodule=data, steps=3, compile=True)
 
 
 def test_a_step_with_another_number_in_each_step_is_not_compiled_for_long(
     agree, tiny, data, traced
 ):
-    class Counts(tiny.kind):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * (1 + batch_idx)
+    def make():
+        return tiny(step=lambda module, loss, batch, batch_idx: loss * (1 + batch_idx))
 
-    options = {"datamodule": data, "federation": {"policy": Schedule(num_steps=4)}}
     with pytest.warns(UserWarning, match=r"steps are not compiled: .* batch_idx") as said:
-        agree(lambda: tiny(Counts), (4,), compile=True, **options)
+        agree(make, (4,), datamodule=data, steps=4, compile=True)
     assert sum("not compiled" in str(each.message) for each in said) <= 2  # shapes of batches
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_half_precision_is_no_reason_to_train_one_after_another(train, tiny, flat, precision):
     one, many = tiny().float(), tiny().float()
-    train(one, precision=precision, federation={"policy": Schedule(num_steps=3)})
+    train(one, precision=precision, steps=3)
     # It would warn that the vectorized step gives different results.
-    train(many, 3, precision=precision, federation={"policy": Schedule(num_steps=3)})
+    train(many, 3, precision=precision, steps=3)
     torch.testing.assert_close(flat(many), flat(one), rtol=0, atol=0.02)
 
 
@@ -181,9 +175,8 @@ decayed = functools.partial(momentum, weight_decay=0.1)
 
 
 def test_a_layer_that_only_some_clients_use_is_refused(train, tiny, ragged):
-    federation = {"policy": Schedule(num_steps=5)}
     with pytest.raises(FederationError, match=r"it uses (one|other)\.bias for some clients only"):
-        train(tiny(Forked, sgd), 4, datamodule=ragged(), federation=federation)
+        train(tiny(Forked, sgd), 4, datamodule=ragged(), steps=5)
 
 
 class Narrow(Forked):
@@ -200,14 +193,10 @@ class Narrow(Forked):
 def test_a_graph_for_smaller_batches_leaves_out_what_they_do_not_use(
     agree, tiny, data, blobs, uncompiled
 ):
-    agree(
-        lambda: tiny(Narrow, decayed),
-        group_size=(4,),
-        most_steps=(1, 3),
-        datamodule=lambda: data(blobs(60), num_clients=4, batch_size=10),
-        compile=True,
-        federation={"policy": Schedule(num_steps=4)},
-    )
+    def batches_of_ten():
+        return data(blobs(60), batch_size=10)
+
+    agree(lambda: tiny(Narrow, decayed), (4,), (1, 3), batches_of_ten, compile=True, steps=4)
 
 
 class Addresses(Linear):

@@ -1,7 +1,6 @@
 """Before the first round: what vmap refuses, what it gets wrong in silence, what is harmless."""
 
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -247,13 +246,6 @@ def test_the_check_changes_nothing(train, tiny, flat):
         train(module, 3, federation={"check": check})
         ends.append([*flat(module).tolist(), *module.net[2].mean.tolist()])
     assert ends[0] == ends[1]
-
-
-def test_a_module_that_cannot_be_copied_trains_one_client_after_another(train, made):
-    module = made()
-    module.lock = threading.Lock()
-    with pytest.warns(UserWarning, match="it cannot be copied, to compare its steps"):
-        train(module, 3)
 
 
 def test_a_large_module_is_vectorized_unchecked(train, made, monkeypatch, caplog):
