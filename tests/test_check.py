@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 import quick_cli
+from grids import others_slow
 from hidden_state import GlobalNorm
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import RoundCheckpoint
@@ -17,7 +18,7 @@ from lightning_fl.check import COLUMNS
 from lightning_fl.objectives import FedDecorr, WeightDivergence
 from lightning_fl.testing import check_federation
 from lightning_fl.types import FederationError
-from troubles import CALLBACKS_CARRY, CARRIED, HARMLESS, HOOKED, Troubled, Watches, made
+from troubles import CARRIED, HARMLESS, Averages, ReadsGlobalStep, Troubled, Watches, made
 
 
 def outcome(make, *columns, **options):
@@ -25,14 +26,8 @@ def outcome(make, *columns, **options):
     return result
 
 
-def mostly_slow(names, *quick):
-    """Mark all names but some as slow: each is a run of two fits, in two processes."""
-    called = {name: getattr(name, "__name__", name) for name in names}
-    slow = pytest.mark.slow
-    return [pytest.param(n, marks=[slow] * (c not in quick), id=c) for n, c in called.items()]
-
-
-@pytest.mark.parametrize("name", mostly_slow(CARRIED, "attribute", "closure", "logged loss"))
+# Each case is a run of two fits, in two processes.
+@pytest.mark.parametrize("name", others_slow(("attribute", "closure", "logged loss"), CARRIED))
 def test_order_finds_what_a_client_leaves_to_the_next(name):
     result = outcome(made(CARRIED[name]), "order")
     assert result.outcome == "different"
@@ -43,19 +38,28 @@ def test_order_finds_what_a_client_leaves_to_the_next(name):
     assert name != "attribute" or "Troubled.steps" in result.detail
 
 
-@pytest.mark.parametrize("name", mostly_slow(HARMLESS, "buffer", "list of losses", "dropout"))
+@pytest.mark.parametrize("name", others_slow(("buffer", "list of losses", "dropout"), HARMLESS))
 def test_order_accepts_what_no_client_leaves(name):
     assert outcome(made(HARMLESS[name], [Watches]), "order").outcome == "equal"
 
 
-@pytest.mark.parametrize("kind", mostly_slow(HOOKED, "Clips"))
-def test_order_finds_state_of_hooks(kind):
-    assert outcome(made(kind=kind), "order").outcome == "different"
-    harmless = type(kind.__name__, (kind,), {"is_carried": False})
-    assert outcome(made(kind=harmless), "order").outcome == "equal"
+class Clips(Troubled):
+    """Its hook uses a number that grows from client to client, or one that does not."""
+
+    is_carried = True
+
+    def configure_gradient_clipping(self, optimizer, **options):
+        self.steps += self.is_carried
+        self.clip_gradients(optimizer, 1e-3 / (1 + 0.1 * self.steps), "norm")
 
 
-@pytest.mark.parametrize("kind", mostly_slow(CALLBACKS_CARRY, "Averages"))
+@pytest.mark.parametrize("is_carried", [True, False])
+def test_order_finds_state_of_hooks(is_carried):
+    kind = type("Clips", (Clips,), {"is_carried": is_carried})
+    assert outcome(made(kind=kind), "order").outcome == ("different" if is_carried else "equal")
+
+
+@pytest.mark.parametrize("kind", others_slow([Averages], [Averages, ReadsGlobalStep]))
 def test_order_finds_state_of_callbacks(kind):
     result = outcome(made(lambda m: 1.0 + m.late, [kind]), "order")
     assert result.outcome == "different"
@@ -106,15 +110,16 @@ def test_plain_finds_what_depends_on_the_loop():
 
 
 class Simple(ClientModule):
+    terms_of_loss = ()
+
     def __init__(self, factor):
-        super().__init__(Troubled().net)
+        super().__init__(Troubled().net, self.terms_of_loss)
 
 
 def test_a_module_passes_all_columns():
     results = check_federation(made(kind=Simple), rounds=3)
-    assert [(result.column, result.outcome) for result in results] == [
-        (c, "equal") for c in COLUMNS
-    ]
+    assert [result.column for result in results] == list(COLUMNS)
+    assert {result.outcome for result in results} == {"equal"}
     assert max(result.difference for result in results) < 1e-10
 
 
@@ -200,9 +205,7 @@ def test_checkpoints_loggers_and_workers_of_a_federation_are_no_obstacle(tmp_pat
 def test_a_federation_that_cannot_be_trained_is_refused():
     with pytest.raises(FederationError, match="its fit fails: client_fraction"):
         check_federation(made(client_fraction=2.0))
-    with pytest.raises(
-        FederationError, match=r"each of columns must be order, .* or plain, got 'all'"
-    ):
+    with pytest.raises(FederationError, match=r"each of columns must be .* or plain, got 'all'"):
         check_federation(made(), columns=["all"])
     with pytest.raises(FederationError, match="rounds"):
         check_federation(made(), rounds=1)
@@ -243,11 +246,7 @@ def test_the_command_prints_a_table_and_exits_with_1_if_a_result_differs(
     ("term", "expected"), [(WeightDivergence(0.1), "refused"), (FedDecorr(0.1), "equal")]
 )
 def test_terms_that_compare_with_the_round_are_no_error_of_plain(term, expected):
-    class Pulled(ClientModule):
-        def __init__(self, factor):
-            super().__init__(Troubled().net, terms=[term])
-
-    result = outcome(made(kind=Pulled), "plain")
+    result = outcome(made(kind=type("Pulled", (Simple,), {"terms_of_loss": [term]})), "plain")
     assert (result.outcome, result.is_equal) == (expected, True)
     assert ("start of the round" in result.detail) is (expected == "refused")
 

@@ -1,12 +1,12 @@
 """The package without the packages of its extras."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
 
 import try_release
+from child import python
 from lightning_fl import FederationError, callbacks, datamodules, partition
 from lightning_fl.extras import imported
 
@@ -38,11 +38,6 @@ main(["fit", "--config", "digits.yaml"])
 """
 
 
-def run(code, folder):
-    command = [sys.executable, "-c", WITHOUT + code]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-
-
 def test_a_module_of_ones_own_trains_without_the_extras(tmp_path):
     code = try_release.own_module()
     code = code.replace("from sklearn.datasets import load_digits\n", "")
@@ -51,14 +46,12 @@ def test_a_module_of_ones_own_trains_without_the_extras(tmp_path):
     code = code.replace(load, "16 * torch.rand(400, 64), torch.arange(400) % 10")
     code = code.replace("num_clients=10", "num_clients=10, drop_last=True")  # BatchNorm needs two
     assert not any(name in code for name in ALL)
-    done = run(EVERY_NAME + code, tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", WITHOUT + EVERY_NAME + code, cwd=tmp_path)
     assert 0 <= float(done.stdout.splitlines()[-1]) <= 1
 
 
 def test_the_command_line_names_its_extra_in_one_line(tmp_path):
-    done = run(COMMAND, tmp_path)
-    assert done.returncode == 2
+    done = python("-c", WITHOUT + COMMAND, cwd=tmp_path, expect=2)
     assert done.stderr == (
         "lightning-fl: error: lightning_fl.report requires the package matplotlib, which is not"
         ' installed: pip install "lightning_fl[report]"\n'

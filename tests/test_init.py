@@ -3,7 +3,6 @@
 import os
 import pkgutil
 import re
-import subprocess
 import sys
 import warnings
 from importlib import import_module
@@ -11,6 +10,7 @@ from importlib import import_module
 import pytest
 
 import lightning_fl
+from child import python
 
 
 def test_every_name_of_the_package_can_be_imported_from_it():
@@ -59,11 +59,11 @@ def test_what_a_federation_needs_does_not_bring_the_compiler():
     """It takes a second to import, and most runs compile nothing."""
     code = "import sys, lightning_fl.callbacks, lightning_fl.datamodules, lightning_fl.cli.run;"
     code += "assert 'torch._inductor.compile_fx' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
 
 
 @pytest.mark.slow
 def test_help_lists_no_classes_of_remote_clients():
     """``--help`` lists all classes that are imported."""
     code = "import sys, lightning_fl.cli.run; assert 'lightning_fl.integrations' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)

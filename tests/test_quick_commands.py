@@ -11,6 +11,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 
 import quick_cli
+from child import python
 from lightning_fl.cli import main, quick
 from lightning_fl.cli.arguments import COMMANDS, OF_TRAINER, named_runs, with_configs
 
@@ -28,9 +29,7 @@ assert not {{"torch", "lightning", "matplotlib"}} & sys.modules.keys()
 
 @pytest.mark.parametrize("words", [[], ["--version"], ["configs"], ["methods"], ["ft"], ["report"]])
 def test_help_lists_and_mistakes_do_not_wait_for_torch(words):
-    code = WITHOUT_TORCH.format(words=words)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", WITHOUT_TORCH.format(words=words))
 
 
 @pytest.mark.parametrize(

@@ -129,36 +129,6 @@ HARMLESS = {
 }
 
 
-# --- hooks of the module --------------------------------------------------------------------------
-
-
-class Numbered(Troubled):
-    """Its hooks use a number that grows from client to client, or one that does not."""
-
-    is_carried = True
-
-    def number(self):
-        self.steps += self.is_carried
-        return 1 / (1 + 0.1 * self.steps)
-
-
-class SetsWeight(Numbered):
-    def on_train_batch_start(self, batch, batch_idx):
-        self.weight = self.number()
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * self.weight
-
-
-class Clips(Numbered):
-    def configure_gradient_clipping(self, optimizer, **options):
-        self.clip_gradients(optimizer, 1e-3 * self.number(), "norm")
-
-
-#: Modules whose hooks affect the next client: whole fits are compared, whatever the hook.
-HOOKED = [SetsWeight, Clips]
-
-
 # --- callbacks ------------------------------------------------------------------------------------
 
 
@@ -188,9 +158,6 @@ class Watches(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.calls += 1
         self.seen.append(float(outputs["loss"]))
-
-
-CALLBACKS_CARRY = [Averages, ReadsGlobalStep]
 
 
 def made(factor=lambda m: 1.0, callbacks=(), kind=Troubled, **options):

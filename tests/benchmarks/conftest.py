@@ -21,12 +21,18 @@ def script(monkeypatch):
         return module
 
     yield load
-    for name in ("contestants", "costs", "experiments", "records", "runs"):
-        sys.modules.pop(name, None)
+    for path in FOLDER.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 @pytest.fixture
-def command_line(monkeypatch):
+def bench(script, request):
+    """The script that a test file is about."""
+    return script(request.path.stem.removeprefix("test_"))
+
+
+@pytest.fixture
+def command_line(bench, monkeypatch):
     """Stand in for ``lightning-fl``; returns the lines that it was called with.
 
     Args:

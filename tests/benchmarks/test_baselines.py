@@ -16,13 +16,6 @@ from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 from mlp import MATCHED, module, net
 
-MatchingBaselines = None  # set by the fixture
-
-
-@pytest.fixture(autouse=True)
-def _imported(script, monkeypatch):
-    monkeypatch.setitem(globals(), "MatchingBaselines", script("baselines").MatchingBaselines)
-
 
 def student():
     torch.manual_seed(7)
@@ -56,8 +49,8 @@ def run(fit, skewed):
 @pytest.mark.parametrize(
     "wrap", [lambda m: m, lambda m: VectorizedClients(m, group_size=3)], ids=["one", "vectorized"]
 )
-def test_by_hand(run, skewed, wrap):
-    callback = MatchingBaselines()
+def test_by_hand(run, bench, skewed, wrap):
+    callback = bench.MatchingBaselines()
     made, loop = run(callback, wrap=wrap)
     samples = skewed()
     samples.setup("fit")
@@ -90,7 +83,7 @@ def test_by_hand(run, skewed, wrap):
     assert not any(p.is_inference() for p in made.parameters())
 
 
-def test_networks_are_evaluated_in_the_precision_of_the_trainer(run):
+def test_networks_are_evaluated_in_the_precision_of_the_trainer(run, bench):
     """In double precision, tensors that a student creates are in double precision, too."""
 
     class Rotated(nn.Linear):
@@ -98,14 +91,14 @@ def test_networks_are_evaluated_in_the_precision_of_the_trainer(run):
             return super().forward(x @ torch.eye(6))
 
     pupil = nn.Sequential(Rotated(6, 8), nn.ReLU(), nn.Linear(8, 3))  # of another dtype
-    callback = MatchingBaselines(pupil, epochs=1)
+    callback = bench.MatchingBaselines(pupil, epochs=1)
     _, loop = run(callback, precision="64-true")
     assert {"ensemble/uniform", "ensemble/distilled"} <= loop.rows[0].keys()
     assert callback.student[0].weight.dtype == torch.float64
 
 
-def test_the_student_learns_what_the_ensemble_says(run, skewed):
-    callback = MatchingBaselines(student(), epochs=60, lr=0.02, batch_size=8)
+def test_the_student_learns_what_the_ensemble_says(run, bench, skewed):
+    callback = bench.MatchingBaselines(student(), epochs=60, lr=0.02, batch_size=8)
     _, loop = run(callback)
     samples = skewed()
     samples.setup("fit")
@@ -120,43 +113,43 @@ def test_the_student_learns_what_the_ensemble_says(run, skewed):
     assert abs(loop.rows[0]["ensemble/distilled"] - loop.rows[0]["ensemble/uniform"]) < 0.1
 
 
-def test_the_users_student_stays_and_two_runs_agree(run):
+def test_the_users_student_stays_and_two_runs_agree(run, bench):
     given = student()
     before = copy.deepcopy(given.state_dict())
     rows = []
     for _ in range(2):
-        callback = MatchingBaselines(given, epochs=2)
+        callback = bench.MatchingBaselines(given, epochs=2)
         rows.append(run(callback, rounds=2)[1].rows)
     assert rows[0] == rows[1]
     assert all(torch.equal(before[k], v) for k, v in given.state_dict().items())
     assert not torch.equal(callback.student[0].weight, given[0].weight)
 
 
-def test_it_changes_nothing(run):
-    one, _ = run(MatchingBaselines(student(), epochs=1), rounds=2)
+def test_it_changes_nothing(run, bench):
+    one, _ = run(bench.MatchingBaselines(student(), epochs=1), rounds=2)
     two, _ = run(RoundCheckpoint(), rounds=2, enable_checkpointing=True)
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_networks_of_different_widths_have_no_average(run):
-    _, loop = run(MatchingBaselines(), PFNM(**MATCHED, widths=[8, 3]))
+def test_networks_of_different_widths_have_no_average(run, bench):
+    _, loop = run(bench.MatchingBaselines(), PFNM(**MATCHED, widths=[8, 3]))
     assert "ensemble/average" not in loop.rows[0]
     assert "ensemble/uniform" in loop.rows[0]
 
 
-def test_other_rules_that_merge(run):
-    _, loop = run(MatchingBaselines(), FedMA(), rounds=2)
+def test_other_rules_that_merge(run, bench):
+    _, loop = run(bench.MatchingBaselines(), FedMA(), rounds=2)
     assert {"ensemble/uniform", "ensemble/average"} <= loop.rows[1].keys()
 
 
-def test_what_is_refused(run):
+def test_what_is_refused(run, bench):
     with pytest.raises(FederationError, match="got FedAvg"):
-        run(MatchingBaselines(), FedAvg())
+        run(bench.MatchingBaselines(), FedAvg())
     for options, message in (
         ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
         ({"batch_size": 0.5}, "batch_size must be"),
         ({"lr": 0}, "lr must be a finite number greater than 0"),
     ):
         with pytest.raises(FederationError, match=message):
-            MatchingBaselines(**options)
+            bench.MatchingBaselines(**options)

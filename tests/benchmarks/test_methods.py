@@ -8,12 +8,7 @@ import quick_cli
 
 
 @pytest.fixture
-def methods(script):
-    return script("methods")
-
-
-@pytest.fixture
-def commands(methods, command_line):
+def commands(bench, command_line):
     """Stand in for the command line: the second learning rate has the best validations."""
 
     def leave(line, run):
@@ -25,51 +20,51 @@ def commands(methods, command_line):
     return command_line("", leave=leave)
 
 
-def test_learning_rates_are_tuned_once_for_each_method(methods, commands, tmp_path, capsys):
+def test_learning_rates_are_tuned_once_for_each_method(bench, commands, tmp_path, capsys):
     chosen = ["--methods", "FedAvg", "SCAFFOLD", "--data", "mnist", "--seeds", "1", "2"]
     page = tmp_path / "docs" / "table.md"
     given = ["heterogeneity", *chosen, "--out", str(tmp_path), "--markdown", str(page)]
-    methods.main(given)
+    bench.main(given)
     fits = [line for line in commands if "fit" in line]
-    assert len(fits) == 2 * len(methods.RATES) + 2 * 2 * len(methods.SKEWS)
-    tuned = fits[2 * len(methods.RATES) :]
+    assert len(fits) == 2 * len(bench.RATES) + 2 * 2 * len(bench.SKEWS)
+    tuned = fits[2 * len(bench.RATES) :]
     assert all("--federation.policy.init_args.lr=0.03" in line for line in tuned)
     assert {o for line in tuned for o in line if "seed_everything" in o} == {
         "--seed_everything=1",
         "--seed_everything=2",
     }
-    row = "| SCAFFOLD | " + "90.0 ± 0.0 | " * len(methods.SKEWS) + "0.03 | 0 | "
+    row = "| SCAFFOLD | " + "90.0 ± 0.0 | " * len(bench.SKEWS) + "0.03 | 0 | "
     assert row in page.read_text()
     assert "| FedNova |" not in page.read_text()
-    methods.main(given)
+    bench.main(given)
     assert len([line for line in commands if "fit" in line]) == len(fits)
     with pytest.raises(SystemExit):
-        methods.main(["heterogeneity", "--methods", "FedSGD", "--out", str(tmp_path)])
+        bench.main(["heterogeneity", "--methods", "FedSGD", "--out", str(tmp_path)])
     assert "unknown method 'FedSGD'" in capsys.readouterr().err
 
 
-def test_the_columns_are_those_of_the_models_of_a_method(methods, commands, tmp_path):
+def test_the_columns_are_those_of_the_models_of_a_method(bench, commands, tmp_path):
     page = tmp_path / "table.md"
     chosen = ["--methods", "Per-FedAvg", "FedRep", "--data", "cifar10", "--seeds", "1"]
-    methods.main(["personalization", *chosen, "--out", str(tmp_path), "--markdown", str(page)])
-    assert len([line for line in commands if "fit" in line]) == 2 * len(methods.GROUPS)
+    bench.main(["personalization", *chosen, "--out", str(tmp_path), "--markdown", str(page)])
+    assert len([line for line in commands if "fit" in line]) == 2 * len(bench.GROUPS)
     text = page.read_text()
     assert "| global | personal | worst tenth | variance | s | MB |" in text
     # The stand-in leaves kept/mean alone: the personal model of Per-FedAvg, but not of FedRep.
-    assert text.count("| Per-FedAvg | - | 25.0 | - | - | 0 | 1 |") == len(methods.GROUPS)
-    assert text.count("| FedRep | - | - | - | - | 0 | 1 |") == len(methods.GROUPS)
+    assert text.count("| Per-FedAvg | - | 25.0 | - | - | 0 | 1 |") == len(bench.GROUPS)
+    assert text.count("| FedRep | - | - | - | - | 0 | 1 |") == len(bench.GROUPS)
     (patterns,) = {
         each for line in commands for each in line if each.startswith("--federation.local_param")
     }
     assert patterns == '--federation.local_parameters=["net.11.*"]'
-    assert methods.MODELS.keys() == methods.PERSONALIZATION.keys()
+    assert bench.MODELS.keys() == bench.PERSONALIZATION.keys()
 
 
 @pytest.mark.slow
-def test_every_run_is_a_config_that_parses(methods):
-    for name, experiment in methods.EXPERIMENTS.items():
+def test_every_run_is_a_config_that_parses(bench):
+    for name, experiment in bench.EXPERIMENTS.items():
         # Each option once; a method has the same options on all data sets and splits.
         for arm, data, split in zip(
-            experiment.arms, cycle(methods.DATA), cycle(experiment.splits), strict=False
+            experiment.arms, cycle(bench.DATA), cycle(experiment.splits), strict=False
         ):
-            quick_cli.parse(*methods.options(name, methods.Case(data, arm, split, 1, 0.1)))
+            quick_cli.parse(*bench.options(name, bench.Case(data, arm, split, 1, 0.1)))

@@ -8,12 +8,7 @@ import pytest
 
 
 @pytest.fixture
-def mostafa(script):
-    return script("mostafa2019")
-
-
-@pytest.fixture
-def commands(mostafa, command_line):
+def commands(bench, command_line):
     """Stand in for the command line: a table of two rounds, an accuracy by method, a time."""
 
     def rule(name, **options):
@@ -40,10 +35,10 @@ def commands(mostafa, command_line):
     return command_line(table, printed, leave)
 
 
-def test_cells_run_once_and_tables_show_means(mostafa, commands, tmp_path, capsys):
+def test_cells_run_once_and_tables_show_means(bench, commands, tmp_path, capsys):
     least = ["--tasks", "kws", "--splits", "noniid", "--out", str(tmp_path / "out")]
     least += ["--seeds", "1", "3", "--participation", "1.0", "--methods", "fa"]
-    mostafa.main(least)
+    bench.main(least)
     assert len(commands) == 4
     fit = " ".join(commands[0])
     assert "kws.yaml" in fit
@@ -52,7 +47,7 @@ def test_cells_run_once_and_tables_show_means(mostafa, commands, tmp_path, capsy
     assert "--federation.client_fraction=1.0" in fit
     assert "coefficient" not in fit
     written = tmp_path / "docs" / "table.md"
-    found = mostafa.main([*least, "fa_rm", "--jobs", "2", "--markdown", str(written)])
+    found = bench.main([*least, "fa_rm", "--jobs", "2", "--markdown", str(written)])
     assert len(commands) == 8
     assert "--model.init_args.terms.coefficient=1.0" in " ".join(commands[-1])
     assert len(found) == 4
@@ -63,10 +58,10 @@ def test_cells_run_once_and_tables_show_means(mostafa, commands, tmp_path, capsy
     assert capsys.readouterr().out.endswith(text + "\n")
 
 
-def test_a_method_can_have_options_of_its_own(mostafa, commands, tmp_path, capsys):
+def test_a_method_can_have_options_of_its_own(bench, commands, tmp_path, capsys):
     given = ["--tasks", "mnist", "--splits", "iid", "--participation", "1", "--seeds", "1"]
     given += ["--out", str(tmp_path), "--methods", "fa", "fa_rm_same"]
-    mostafa.main([*given, "--with", "fa_rm_same --a=1", "--with=fa_rm_same --b=2", "--", "c=3"])
+    bench.main([*given, "--with", "fa_rm_same --a=1", "--with=fa_rm_same --b=2", "--", "c=3"])
     fits = [line for line in commands if "fit" in line]
     assert [("--a=1" in line, "--b=2" in line) for line in fits] == [(False,) * 2, (True,) * 2]
     assert all("c=3" in line for line in commands)
@@ -75,52 +70,52 @@ def test_a_method_can_have_options_of_its_own(mostafa, commands, tmp_path, capsy
     assert noted == ["c=3", "fa_rm_same --a=1", "fa_rm_same --b=2"]
     for wrong, words in ((["--", "c=3"], "another --out"), (["--with", "fb x"], "got 'fb x'")):
         with pytest.raises(SystemExit):
-            mostafa.main([*given, *wrong])
+            bench.main([*given, *wrong])
         assert words in capsys.readouterr().err
 
 
-def test_a_cell_that_fails_is_named_and_the_others_go_on(mostafa, commands, tmp_path, capsys):
+def test_a_cell_that_fails_is_named_and_the_others_go_on(bench, commands, tmp_path, capsys):
     given = ["--tasks", "mnist", "--methods", "fa", "--seeds", "1", "--out", str(tmp_path)]
     given += ["--splits", "iid", "noniid", "--participation", "1"]
     with pytest.raises(SystemExit, match=r"2 runs failed.*: mnist-iid-1-fa-1, mnist-noniid-1-fa-1"):
-        mostafa.main([*given, "--", "fail"])
+        bench.main([*given, "--", "fail"])
     assert "mnist-iid-1-fa-1 failed:\nno data" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        mostafa.main([*given, "--", "--trainer.max_epochs=3"])
+        bench.main([*given, "--", "--trainer.max_epochs=3"])
     assert "choose another --out" in capsys.readouterr().err
     assert json.loads((tmp_path / "options.json").read_text()) == ["fail"]
 
 
-def test_a_worker_that_raises_is_heard(mostafa, monkeypatch, tmp_path):
+def test_a_worker_that_raises_is_heard(bench, monkeypatch, tmp_path):
     def broken(*_):
         raise OSError("disk full")
 
     monkeypatch.setattr(sys.modules["runs"], "fit_and_test", broken)
     with pytest.raises(OSError, match="disk full"):
-        mostafa.main(["--tasks", "mnist", "--seeds", "1", "--out", str(tmp_path)])
+        bench.main(["--tasks", "mnist", "--seeds", "1", "--out", str(tmp_path)])
 
 
-def test_figure_3(mostafa, commands, tmp_path):
+def test_figure_3(bench, commands, tmp_path):
     given = ["--tasks", "mnist", "kws", "--seeds", "1", "2", "--out", str(tmp_path / "out")]
     picture = tmp_path / "docs" / "figure.png"
-    mostafa.main([*given, "--methods", "fa_rm_ah", "--figure", str(picture)])
+    bench.main([*given, "--methods", "fa_rm_ah", "--figure", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="needs results of fa_rm_ah"):
-        mostafa.main([*given, "--methods", "fa", "--figure", str(picture)])
+        bench.main([*given, "--methods", "fa", "--figure", str(picture)])
 
 
-def test_overhead_is_a_ratio_of_runs_of_as_many_steps(mostafa, commands, tmp_path, capsys):
-    mostafa.main(["--tasks", "mnist", "--overhead", "2", "--out", str(tmp_path)])
-    assert len(commands) == 2 * len(mostafa.PUBLISHED)
+def test_overhead_is_a_ratio_of_runs_of_as_many_steps(bench, commands, tmp_path, capsys):
+    bench.main(["--tasks", "mnist", "--overhead", "2", "--out", str(tmp_path)])
+    assert len(commands) == 2 * len(bench.PUBLISHED)
     assert sum(any("num_steps: [10]" in a for a in line) for line in commands) == 2 * 2
     row = capsys.readouterr().out.splitlines()[2]
     fast, slow = "2.100 (1.00)", "3.100 (1.48)"
     assert row == f"| mnist | {fast} | {fast} | {slow} | {slow} | {fast} |"
 
 
-def test_the_clock_notes_rounds(mostafa, tmp_path):
+def test_the_clock_notes_rounds(bench, tmp_path):
     for rounds, left in ((3, 1), (31, 20)):
-        clock = mostafa.Clock(str(tmp_path / "seconds.json"))
+        clock = bench.Clock(str(tmp_path / "seconds.json"))
         for _ in range(rounds):
             clock.on_train_epoch_end(None, None)
         clock.on_fit_end(None, None)

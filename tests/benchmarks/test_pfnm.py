@@ -10,12 +10,7 @@ from lightning_fl.datamodules import InMemory
 
 
 @pytest.fixture
-def pfnm(script):
-    return script("pfnm")
-
-
-@pytest.fixture
-def commands(pfnm, command_line):
+def commands(bench, command_line):
     """Stand in for the command line: a round with all figures, two networks of two neurons."""
     return command_line(
         "round,width_1,neurons,ensemble/uniform,ensemble/average,val_acc\n1,3,4,0.9,0.2,0.8\n",
@@ -23,15 +18,15 @@ def commands(pfnm, command_line):
     )
 
 
-def test_points_run_once_and_tables_show_means(pfnm, commands, tmp_path):
+def test_points_run_once_and_tables_show_means(bench, commands, tmp_path):
     given = ["--figures", "clients", "depth", "--data", "mnist", "--seeds", "1", "2"]
     given += ["--out", str(tmp_path)]
     page = tmp_path / "docs" / "pfnm.md"
-    pfnm.main([*given, "--jobs", "2", "--markdown", str(page)])
+    bench.main([*given, "--jobs", "2", "--markdown", str(page)])
     # Six values of each sweep, ten clients with one layer in both; two splits, two seeds, two runs
     # of fit and test each.
     assert len(commands) == (6 + 6 - 1) * 2 * 2 * 2 * 2
-    pfnm.main(given)
+    bench.main(given)
     assert len(commands) == (6 + 6 - 1) * 2 * 2 * 2 * 2
     text = page.read_text()
     assert "### mnist, heterogeneous, 2 trials" in text
@@ -42,26 +37,28 @@ def test_points_run_once_and_tables_show_means(pfnm, commands, tmp_path):
         assert (page.parent / f"pfnm-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_arms(pfnm, commands, tmp_path):
+def test_arms(bench, commands, tmp_path):
     page = tmp_path / "pfnm.md"
     given = ["--figures", "streaming", "communication", "--seeds", "1", "--out", str(tmp_path)]
-    pfnm.main([*given, "--markdown", str(page)])
+    bench.main([*given, "--markdown", str(page)])
     assert len(commands) == 2 * (4 + 12)
     assert "| StreamingPFNM | 90.0 | 95.0 |" in page.read_text()
 
 
 @pytest.fixture
-def again(pfnm, tmp_path, monkeypatch):
+def again(bench, tmp_path, monkeypatch):
     """Leave two networks of two neurons at a point; return a function that shows pages of them."""
     monkeypatch.setattr(
-        pfnm, "GRID", {"client_variance": (0.5,), "prior_variance": (1.0, 9.0), "gamma": (1.0, 5.0)}
+        bench,
+        "GRID",
+        {"client_variance": (0.5,), "prior_variance": (1.0, 9.0), "gamma": (1.0, 5.0)},
     )
     both = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
     half = both[0], torch.tensor([0, 0])
-    monkeypatch.setattr(pfnm, "samples", lambda place, data: (both, half))
+    monkeypatch.setattr(bench, "samples", lambda place, data: (both, half))
 
     def show(sweep, value, *pages):
-        place = pfnm.point(tmp_path, sweep, "mnist", "homogeneous", value, 1)["pfnm"].place
+        place = bench.point(tmp_path, sweep, "mnist", "homogeneous", value, 1)["pfnm"].place
         run = place / "version_0"
         run.mkdir(parents=True)
         (place / "result.json").write_text('{"test_acc": 0.9}')
@@ -70,29 +67,29 @@ def again(pfnm, tmp_path, monkeypatch):
         torch.save({"callbacks": {"MatchingBaselines": state}}, run / "last.ckpt")
         page = tmp_path / "pfnm.md"
         given = ["--figures", *pages, "--data", "mnist", "--seeds", "1", "--out", str(tmp_path)]
-        pfnm.main([*given, "--show", "--markdown", str(page)])
+        bench.main([*given, "--show", "--markdown", str(page)])
         return page.read_text()
 
     return show
 
 
-def test_sensitivity_and_cost(pfnm, again, monkeypatch):
-    monkeypatch.setattr(pfnm, "seconds", lambda clients, width: clients * width / 1000)
+def test_sensitivity_and_cost(bench, again, monkeypatch):
+    monkeypatch.setattr(bench, "seconds", lambda clients, width: clients * width / 1000)
     text = again("clients", 25, "sensitivity", "variance", "cost")
     assert "| 1, 0.5 | 100.0, 50.0 (2) | 100.0, 50.0 (2) |" in text
     assert "| 0.5 | - | - | - | - | 100.0, 50.0 (2) | - |" in text
     assert "| seconds | 0.50 | 1.00 |" in text
 
 
-def test_the_ways_to_choose_options(pfnm, again, monkeypatch):
+def test_the_ways_to_choose_options(bench, again, monkeypatch):
     figures = {0.001: (0.9, 3), 1.0: (0.95, 9), 50.0: (0.949, 4)}
 
     def matched(self, options):
         train, neurons = figures[options.gamma]
         limited = 1 if options.max_width else 0
-        return pfnm.Merged(train, options.prior_variance / 100, (neurons - limited,))
+        return bench.Merged(train, options.prior_variance / 100, (neurons - limited,))
 
-    monkeypatch.setattr(pfnm.Saved, "matched", matched)
+    monkeypatch.setattr(bench.Saved, "matched", matched)
     text = again("depth", 3, "selection")
     empty = "| - | - |"
     assert f"half a point (default) {empty} 94.9, 1.0 (4) |" in text
@@ -102,7 +99,7 @@ def test_the_ways_to_choose_options(pfnm, again, monkeypatch):
 
 
 @pytest.mark.slow
-def test_networks_trained_as_by_the_authors_are_kept(pfnm, tmp_path, monkeypatch):
+def test_networks_trained_as_by_the_authors_are_kept(bench, tmp_path, monkeypatch):
     random = torch.Generator().manual_seed(0)
     y = torch.arange(640) % 10
     x = torch.randint(20, (640, 1, 28, 28), dtype=torch.uint8, generator=random)
@@ -116,17 +113,17 @@ def test_networks_trained_as_by_the_authors_are_kept(pfnm, tmp_path, monkeypatch
         def setup(self, stage):
             pass
 
-    monkeypatch.setattr(pfnm, "MNIST", Images)
-    monkeypatch.setattr(pfnm, "COMPACT", ((4, 1), (3, 2)))
+    monkeypatch.setattr(bench, "MNIST", Images)
+    monkeypatch.setattr(bench, "COMPACT", ((4, 1), (3, 2)))
     few = {
         name: (tuple(some[-2:] for some in values), *others)
-        for name, (values, *others) in pfnm.CHOICES.items()
+        for name, (values, *others) in bench.CHOICES.items()
     }
-    monkeypatch.setattr(pfnm, "CHOICES", few)
+    monkeypatch.setattr(bench, "CHOICES", few)
     given = ["--figures", "compactness", "--seeds", "1", "--out", str(tmp_path)]
     page = tmp_path / "pfnm.md"
     given += ["--markdown", str(page), "--", "--data.init_args.root=images"]
-    pfnm.main(given)
+    bench.main(given)
     text = page.read_text()
     assert "| 4 each | 3 + 3 each |" in text
     row = next(line for line in text.splitlines() if line.startswith("| the most accurate"))
@@ -134,19 +131,21 @@ def test_networks_trained_as_by_the_authors_are_kept(pfnm, tmp_path, monkeypatch
     assert min(map(float, accuracies)) > 30  # chance is 10
     assert 4 <= int(widths[0]) <= 40
     assert all(3 <= int(width) <= 30 for width in widths[1].split(" + "))
-    monkeypatch.delattr(pfnm, "trained_alone")
-    pfnm.main(given)
+    monkeypatch.delattr(bench, "trained_alone")
+    bench.main(given)
     assert page.read_text() == text
 
 
-def test_matching_is_timed(pfnm):
-    assert 0 < pfnm.seconds(3, 6) < 5
+def test_matching_is_timed(bench):
+    assert 0 < bench.seconds(3, 6) < 5
 
 
 @pytest.mark.slow
-def test_every_run_is_a_config_that_parses(pfnm, tmp_path):
-    runs = [pfnm.arm_run(tmp_path, figure, arm, 1) for figure, a in pfnm.ARMS.items() for arm in a]
+def test_every_run_is_a_config_that_parses(bench, tmp_path):
+    runs = [
+        bench.arm_run(tmp_path, figure, arm, 1) for figure, a in bench.ARMS.items() for arm in a
+    ]
     for data, split in (("mnist", "homogeneous"), ("cifar10", "heterogeneous")):
-        runs += pfnm.point(tmp_path, "depth", data, split, 3, 1).values()
+        runs += bench.point(tmp_path, "depth", data, split, 3, 1).values()
     for run in runs:
         quick_cli.parse(*run.options)

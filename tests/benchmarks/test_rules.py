@@ -9,12 +9,7 @@ import quick_cli
 
 
 @pytest.fixture
-def rules(script):
-    return script("rules")
-
-
-@pytest.fixture
-def commands(rules, command_line):
+def commands(bench, command_line):
     """Stand in for the command line: two rounds, of which the second has all figures."""
 
     def leave(line, run):
@@ -27,12 +22,12 @@ def commands(rules, command_line):
     return command_line(table, leave=leave)
 
 
-def test_arms_run_once_and_tables_show_means(rules, commands, tmp_path, capsys):
+def test_arms_run_once_and_tables_show_means(bench, commands, tmp_path, capsys):
     given = ["--experiments", "clustered2", "control", "--seeds", "1", "2", "--out", str(tmp_path)]
     page = tmp_path / "docs" / "rules.md"
-    rules.main([*given, "--jobs", "2", "--markdown", str(page)])
+    bench.main([*given, "--jobs", "2", "--markdown", str(page)])
     assert len(commands) == 2 * 2 * (2 + 4)
-    rules.main(given)
+    bench.main(given)
     assert len(commands) == 2 * 2 * (2 + 4)
     text = page.read_text()
     # Of six pairs that of 1 and 3 is apart, those of 3 with 0 and 2 are together: all wrongly.
@@ -42,35 +37,35 @@ def test_arms_run_once_and_tables_show_means(rules, commands, tmp_path, capsys):
     for name in ("clustered2", "control"):
         assert (page.parent / f"rules-{name}.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
-        rules.main([*given, "--", "--trainer.max_epochs=3"])
+        bench.main([*given, "--", "--trainer.max_epochs=3"])
     assert "choose another --out" in capsys.readouterr().err
     assert json.loads((tmp_path / "options.json").read_text()) == []
 
 
 def test_arms_that_are_named_run_alone_and_others_are_not_in_the_table(
-    rules, commands, tmp_path, capsys
+    bench, commands, tmp_path, capsys
 ):
     given = ["--experiments", "control", "--seeds", "1", "--out", str(tmp_path)]
-    rules.main([*given, "--arms", "FedAvg"])
+    bench.main([*given, "--arms", "FedAvg"])
     assert len(commands) == 2
     table = capsys.readouterr().out
     assert "| FedAvg |" in table
     assert "FedControl, lambda" not in table
     with pytest.raises(SystemExit):
-        rules.main([*given, "--arms", "FedAvgg"])
+        bench.main([*given, "--arms", "FedAvgg"])
     assert "no arm 'FedAvgg'" in capsys.readouterr().err
 
 
-def test_accuracy_at_a_virtual_time_is_the_last_one_before(rules):
+def test_accuracy_at_a_virtual_time_is_the_last_one_before(bench):
     table = [("2.5", "0.1"), ("9", ""), ("12", "0.3")]
     table = [{"virtual_time": time, "val_acc": accuracy} for time, accuracy in table]
-    assert [rules.accuracy_at(table, seconds) for seconds in (3, 10, 12)] == [0.1, 0.1, 0.3]
-    assert rules.accuracy_at(table, 13) != rules.accuracy_at(table, 13)  # the run was shorter
-    assert rules.accuracy_at(table, 2) != rules.accuracy_at(table, 2)  # too early
+    assert [bench.accuracy_at(table, seconds) for seconds in (3, 10, 12)] == [0.1, 0.1, 0.3]
+    assert bench.accuracy_at(table, 13) != bench.accuracy_at(table, 13)  # the run was shorter
+    assert bench.accuracy_at(table, 2) != bench.accuracy_at(table, 2)  # too early
 
 
 @pytest.mark.slow
-def test_every_arm_is_a_config_that_parses(rules):
-    for experiment in rules.EXPERIMENTS.values():
+def test_every_arm_is_a_config_that_parses(bench):
+    for experiment in bench.EXPERIMENTS.values():
         for arm in experiment.arms:
-            quick_cli.parse(*rules.options(experiment, arm, 1))
+            quick_cli.parse(*bench.options(experiment, arm, 1))

@@ -1,11 +1,11 @@
 """Freed memory stays with the process."""
 
 import inspect
-import subprocess
 import sys
 
 import pytest
 
+from child import python
 from lightning_fl.runners.stacks import keep_freed_memory
 
 #: Prints MiB that a process still holds of the 16 that it has freed.
@@ -29,5 +29,4 @@ print(held() - before)
 @pytest.mark.parametrize(("call", "least", "most"), [("keep_freed_memory()", 15, 20), ("", -1, 1)])
 def test_freed_memory_is_kept(call, least, most):
     script = SCRIPT.format(function=inspect.getsource(keep_freed_memory), call=call)
-    out = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout
-    assert least <= float(out) <= most
+    assert least <= float(python("-c", script).stdout) <= most
