@@ -46,14 +46,14 @@ def test_a_few_steps_are_the_equations(rule, tau):
     assert x.tolist() == pytest.approx(expected, abs=1e-14)
 
 
+def parts(w, v):
+    return [torch.optim.SGD([w], lr=0.1, momentum=0.9), torch.optim.Adam([v], lr=0.2)]
+
+
 def test_combined_steps_equal_separate_steps_and_its_state_is_restored():
     def made():
         torch.manual_seed(0)
         return [torch.nn.Parameter(torch.randn(3, dtype=torch.float64)) for _ in range(2)]
-
-    def parts(params):
-        w, v = params
-        return [torch.optim.SGD([w], lr=0.1, momentum=0.9), torch.optim.Adam([v], lr=0.2)]
 
     def closure_of(params, optimizers):
         def closure():
@@ -66,15 +66,15 @@ def test_combined_steps_equal_separate_steps_and_its_state_is_restored():
         return closure
 
     params, expected = made(), made()
-    separate = parts(expected)
+    separate = parts(*expected)
     for _ in range(4):
         closure_of(expected, separate)()
         for optimizer in separate:
             optimizer.step()
-    combined = Combined(*parts(params))
+    combined = Combined(*parts(*params))
     for _ in range(2):
         combined.step(closure_of(params, [combined]))
-    restored = Combined(*parts(params))
+    restored = Combined(*parts(*params))
     restored.load_state_dict(combined.state_dict())
     for _ in range(2):
         restored.step(closure_of(params, [restored]))
@@ -82,16 +82,15 @@ def test_combined_steps_equal_separate_steps_and_its_state_is_restored():
 
 
 def test_combined_is_copied_and_refuses_later_groups():
-    w, v = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    combined = Combined(torch.optim.SGD([w], lr=0.1), torch.optim.Adam([v], lr=0.2))
-    w.grad, v.grad = torch.ones(2), torch.ones(2)
+    own = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    combined = Combined(*parts(*own))
     copied = copy.deepcopy(combined)
-    for param in (p for group in copied.param_groups for p in group["params"]):
+    others = [p for group in copied.param_groups for p in group["params"]]
+    for param in (*own, *others):
         param.grad = torch.ones(2)
     for optimizer in (combined, copied):
         optimizer.step()
-    after = [p for group in copied.param_groups for p in group["params"]]
-    assert all(torch.equal(*pair) for pair in zip(after, (w, v), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(others, own, strict=True))
     with pytest.raises(FederationError, match="cannot be added to Combined"):
         combined.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
 
@@ -169,7 +168,7 @@ def test_many_inner_steps_find_the_proximal_point():
     assert w.item() == pytest.approx(2 - 3 * (2 - point), abs=1e-12)
 
 
-def test_a_round_of_pfedme_is_the_algorithm(fit, linear, blobs):
+def test_a_round_of_pfedme_is_the_algorithm(fit, linear):
     """Two clients with their whole data as a batch, R = 2 local steps, beta = 0.5."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(20, 3, generator=random, dtype=torch.float64)
@@ -181,9 +180,8 @@ def test_a_round_of_pfedme_is_the_algorithm(fit, linear, blobs):
     module.configure_optimizers = lambda: PFedMe(module.parameters(), **options)
     server = module.net.weight.detach()[0].clone()
     rule = FedOpt(functools.partial(torch.optim.SGD, lr=0.5))
-    fit(
-        module, FederatedLoop(aggregator=rule, policy=Schedule(num_steps=2), seed=0), data, rounds=2
-    )
+    loop = FederatedLoop(aggregator=rule, policy=Schedule(num_steps=2), seed=0)
+    fit(module, loop, data, rounds=2)
     for _ in range(2):
         locals_ = []
         for part in data.parts:
@@ -200,8 +198,6 @@ def test_a_round_of_pfedme_is_the_algorithm(fit, linear, blobs):
 
 
 def test_inner_steps_are_one_number():
-    groups = [
-        {"params": [torch.nn.Parameter(torch.zeros(1))], "inner_steps": count} for count in (1, 2)
-    ]
+    one, two = ({"params": [torch.zeros(1)], "inner_steps": count} for count in (1, 2))
     with pytest.raises(FederationError, match="inner_steps must be equal"):
-        PFedMe(groups)
+        PFedMe([one, two])

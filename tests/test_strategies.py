@@ -65,16 +65,16 @@ def found(place, request):
     return {count: [load(place, count, rank) for rank in range(count)] for count in (1, 3)}
 
 
-def load(place, count, rank=0):
+def load(place, count, rank):
     return torch.load(place / f"found.{count}.{rank}.pt")
 
 
-def train(count, folder, *arguments):
-    """Train cases on a number of processes; return what the last of them found."""
-    run = Started(count, folder / "output", processes.train, count, folder, *arguments)
+def found_by(count, folder, function, *arguments):
+    """Run a function of ``processes.py`` on a number of processes; return what each found."""
+    run = Started(count, folder / "output", function, count, folder, *arguments)
     codes, output = run.finish()
     assert not any(codes), output
-    return load(folder, count, count - 1)
+    return [load(folder, count, rank) for rank in range(count)]
 
 
 def hashed(one):
@@ -129,9 +129,10 @@ def test_processes_that_share_samples_train_as_one_and_know_the_same(found, case
 def test_four_processes_give_the_bits_of_one(tmp_path):
     fixed = ["vectorized, fixed groups", "vectorized, augmented"]
     cases = [processes.ACTS[0], *fixed, "one client, median", "lost clients"]
-    alone = train(1, tmp_path, cases)
-    for case, one in train(4, tmp_path, cases).items():
-        assert hashed(one) == hashed(alone[case])
+    (alone,) = found_by(1, tmp_path, processes.train, cases)
+    for each in found_by(4, tmp_path, processes.train, cases):
+        for case, one in each.items():
+            assert hashed(one) == hashed(alone[case])
 
 
 def test_with_float32_the_bits_are_the_same(found):
@@ -158,11 +159,7 @@ def test_a_run_resumes_bit_equal_on_as_many_processes(found, count):
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
 def test_a_run_resumes_on_another_number_of_processes(found, place, tmp_path, before, after):
     checkpoint = str(place / f"resumed.{before}" / "last.ckpt")
-    codes, output = Started(
-        after, tmp_path / "output", processes.resume, after, tmp_path, checkpoint
-    ).finish()
-    assert not any(codes), output
-    resumed = load(tmp_path, after)["resumed"]
+    resumed = found_by(after, tmp_path, processes.resume, checkpoint)[0]["resumed"]
     assert difference(found[1][0][processes.KEPT]["state"], resumed["state"]) == 0
     assert len(resumed["rows"]) == 3
 
@@ -213,10 +210,7 @@ def test_a_metric_that_a_process_never_meets_is_refused(tmp_path):
 
 
 def test_buffers_that_processes_write_differently_are_those_of_the_first(tmp_path):
-    run = Started(2, tmp_path / "output", processes.count_in_validation, 2, tmp_path)
-    codes, output = run.finish(timeout=90)
-    assert not any(codes), output
-    first, second = (torch.load(tmp_path / f"found.2.{rank}.pt") for rank in (0, 1))
+    first, second = found_by(2, tmp_path, processes.count_in_validation)
     assert first[:2] == second[:2]
     assert first[1] > 0
 

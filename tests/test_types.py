@@ -24,14 +24,9 @@ from lightning_fl.types import (
     steps_per_batch=st.integers(1, 3),
 )
 def test_processes_share_the_clients(steps, world_size, group_size, steps_per_batch):
-    clients, options = (
-        tuple(range(10, 10 + len(steps))),
-        {"group_size": group_size, "world_size": world_size},
-    )
-    plans = [
-        plan(clients, steps, rank=rank, steps_per_batch=steps_per_batch, **options)
-        for rank in range(world_size)
-    ]
+    options = {"group_size": group_size, "steps_per_batch": steps_per_batch}
+    whole = plan(range(10, 10 + len(steps)), steps, world_size=world_size, **options)
+    plans = [replace(whole, rank=rank) for rank in range(world_size)]
     # Each client trains once, somewhere.
     assert sorted(row for one in plans for row in one.rows) == list(range(len(steps)))
     for one in plans:
