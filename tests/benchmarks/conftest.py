@@ -32,6 +32,18 @@ def bench(script, request):
 
 
 @pytest.fixture
+def page(bench, tmp_path):
+    """Run the script with further options; return the page that it writes into ``docs``."""
+
+    def run(*options):
+        place = tmp_path / "docs" / "page.md"
+        bench.main(["--out", str(tmp_path), "--markdown", str(place), *options])
+        return place.read_text()
+
+    return run
+
+
+@pytest.fixture
 def command_line(bench, monkeypatch):
     """Stand in for ``lightning-fl``; returns the lines that it was called with.
 

@@ -18,35 +18,30 @@ def commands(bench, command_line):
     )
 
 
-def test_points_run_once_and_tables_show_means(bench, commands, tmp_path):
+def test_points_run_once_and_tables_show_means(commands, page, tmp_path):
     given = ["--figures", "clients", "depth", "--data", "mnist", "--seeds", "1", "2"]
-    given += ["--out", str(tmp_path)]
-    page = tmp_path / "docs" / "pfnm.md"
-    bench.main([*given, "--jobs", "2", "--markdown", str(page)])
+    text = page(*given, "--jobs", "2")
     # Six values of each sweep, ten clients with one layer in both; two splits, two seeds, two runs
     # of fit and test each.
     assert len(commands) == (6 + 6 - 1) * 2 * 2 * 2 * 2
-    bench.main(given)
+    page(*given)
     assert len(commands) == (6 + 6 - 1) * 2 * 2 * 2 * 2
-    text = page.read_text()
     assert "### mnist, heterogeneous, 2 trials" in text
     assert "| uniform ensemble | 95.0 ± 0.0 |" in text
     assert "| downpour SGD | 90.0 ± 0.0 |" in text
     assert "| neurons of the merged network | 3 ± 0 |" in text
     for name in ("clients", "depth"):
-        assert (page.parent / f"pfnm-{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "docs" / f"pfnm-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_arms(bench, commands, tmp_path):
-    page = tmp_path / "pfnm.md"
-    given = ["--figures", "streaming", "communication", "--seeds", "1", "--out", str(tmp_path)]
-    bench.main([*given, "--markdown", str(page)])
+def test_arms(commands, page):
+    text = page("--figures", "streaming", "communication", "--seeds", "1")
     assert len(commands) == 2 * (4 + 12)
-    assert "| StreamingPFNM | 90.0 | 95.0 |" in page.read_text()
+    assert "| StreamingPFNM | 90.0 | 95.0 |" in text
 
 
 @pytest.fixture
-def again(bench, tmp_path, monkeypatch):
+def again(bench, page, tmp_path, monkeypatch):
     """Leave two networks of two neurons at a point; return a function that shows pages of them."""
     monkeypatch.setattr(
         bench,
@@ -57,7 +52,7 @@ def again(bench, tmp_path, monkeypatch):
     half = both[0], torch.tensor([0, 0])
     monkeypatch.setattr(bench, "samples", lambda place, data: (both, half))
 
-    def show(sweep, value, *pages):
+    def show(sweep, value, *figures):
         place = bench.point(tmp_path, sweep, "mnist", "homogeneous", value, 1)["pfnm"].place
         run = place / "version_0"
         run.mkdir(parents=True)
@@ -65,10 +60,7 @@ def again(bench, tmp_path, monkeypatch):
         flat = [torch.eye(2), torch.zeros(2), torch.eye(2), torch.zeros(2)]
         state = {"networks": [flat, flat], "class_counts": torch.ones(2, 2)}
         torch.save({"callbacks": {"MatchingBaselines": state}}, run / "last.ckpt")
-        page = tmp_path / "pfnm.md"
-        given = ["--figures", *pages, "--data", "mnist", "--seeds", "1", "--out", str(tmp_path)]
-        bench.main([*given, "--show", "--markdown", str(page)])
-        return page.read_text()
+        return page("--figures", *figures, "--data", "mnist", "--seeds", "1", "--show")
 
     return show
 
@@ -99,7 +91,7 @@ def test_the_ways_to_choose_options(bench, again, monkeypatch):
 
 
 @pytest.mark.slow
-def test_networks_trained_as_by_the_authors_are_kept(bench, tmp_path, monkeypatch):
+def test_networks_trained_as_by_the_authors_are_kept(bench, page, monkeypatch):
     random = torch.Generator().manual_seed(0)
     y = torch.arange(640) % 10
     x = torch.randint(20, (640, 1, 28, 28), dtype=torch.uint8, generator=random)
@@ -120,11 +112,8 @@ def test_networks_trained_as_by_the_authors_are_kept(bench, tmp_path, monkeypatc
         for name, (values, *others) in bench.CHOICES.items()
     }
     monkeypatch.setattr(bench, "CHOICES", few)
-    given = ["--figures", "compactness", "--seeds", "1", "--out", str(tmp_path)]
-    page = tmp_path / "pfnm.md"
-    given += ["--markdown", str(page), "--", "--data.init_args.root=images"]
-    bench.main(given)
-    text = page.read_text()
+    given = ["--figures", "compactness", "--seeds", "1", "--", "--data.init_args.root=images"]
+    text = page(*given)
     assert "| 4 each | 3 + 3 each |" in text
     row = next(line for line in text.splitlines() if line.startswith("| the most accurate"))
     accuracies, widths = re.findall(r"([\d.]+), [\d.]+ \(", row), re.findall(r"\((.*?)\)", row)
@@ -132,8 +121,7 @@ def test_networks_trained_as_by_the_authors_are_kept(bench, tmp_path, monkeypatc
     assert 4 <= int(widths[0]) <= 40
     assert all(3 <= int(width) <= 30 for width in widths[1].split(" + "))
     monkeypatch.delattr(bench, "trained_alone")
-    bench.main(given)
-    assert page.read_text() == text
+    assert page(*given) == text
 
 
 def test_matching_is_timed(bench):

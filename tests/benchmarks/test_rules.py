@@ -22,22 +22,20 @@ def commands(bench, command_line):
     return command_line(table, leave=leave)
 
 
-def test_arms_run_once_and_tables_show_means(bench, commands, tmp_path, capsys):
-    given = ["--experiments", "clustered2", "control", "--seeds", "1", "2", "--out", str(tmp_path)]
-    page = tmp_path / "docs" / "rules.md"
-    bench.main([*given, "--jobs", "2", "--markdown", str(page)])
+def test_arms_run_once_and_tables_show_means(commands, page, tmp_path, capsys):
+    given = ["--experiments", "clustered2", "control", "--seeds", "1", "2"]
+    text = page(*given, "--jobs", "2")
     assert len(commands) == 2 * 2 * (2 + 4)
-    bench.main(given)
+    page(*given)
     assert len(commands) == 2 * 2 * (2 + 4)
-    text = page.read_text()
     # Of six pairs that of 1 and 3 is apart, those of 3 with 0 and 2 are together: all wrongly.
     row = "| ClusteredFL | 80.0 ± 0.0 | - | 2.000 ± 0.000 | 50.0 ± 0.0 |"
     assert row in text
     assert "| FedControl, lambda = 0.8 | 90.0 ± 0.0 | 2 ± 0 |" in text
     for name in ("clustered2", "control"):
-        assert (page.parent / f"rules-{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "docs" / f"rules-{name}.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
-        bench.main([*given, "--", "--trainer.max_epochs=3"])
+        page(*given, "--", "--trainer.max_epochs=3")
     assert "choose another --out" in capsys.readouterr().err
     assert json.loads((tmp_path / "options.json").read_text()) == []
 

@@ -14,19 +14,17 @@ def commands(bench, command_line):
     return command_line(names + "1,20,10,0.5,3.0,0.2,1.5,0.5\n2,20,5,0.95,7.0,0.3,2.5,0.25\n")
 
 
-def test_arms_run_once_and_tables_show_them(bench, commands, tmp_path, capsys):
-    page = tmp_path / "docs" / "trust.md"
-    given = ["--parts", "faults", "privacy", "--seeds", "1", "2", "--out", str(tmp_path / "out")]
-    bench.main([*given, "--markdown", str(page)])
+def test_arms_run_once_and_tables_show_them(bench, commands, page, tmp_path):
+    given = ["--parts", "faults", "privacy", "--seeds", "1", "2"]
+    text = page(*given)
     runs = len(commands)
     assert runs == 2 * 2 * (len(bench.FAULTS) + len(bench.PRIVACY))
-    bench.main([*given, "--show"])
+    page(*given, "--show")
     assert len(commands) == runs
-    text = page.read_text()
     # 15 of 40 updates are lost; 0.9 is reached in the second round, at 7 s.
     assert "| FedAvg, no faults | 90.0 ± 0.0 | 37.5 ± 0.0 % | 7 ± 0 | 7 ± 0 |" in text
     assert "| z = 1 | 2.50 | 90.0 ± 0.0 | 0.25 ± 0.00 |" in text
-    assert (page.parent / "trust-faults.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "docs" / "trust-faults.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_that_fails_fails_the_script(bench, commands, monkeypatch, tmp_path, capsys):
