@@ -121,21 +121,13 @@ class SlowCopy(Counting):
         for p in self.param_groups[0]["params"]:
             self.state[p]["slow"] = p.detach().clone()
 
-    def update(self, p, group):
-        return p.grad + 0.1 * (p - self.state[p]["slow"])
-
 
 class AnchorAttribute(Counting):
-    """The same in an attribute, which moves."""
+    """The same in an attribute."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr)
         self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
-
-    def update(self, p, group):
-        at = next(i for i, q in enumerate(group["params"]) if q is p)
-        self.slow[at].lerp_(p, 0.5)
-        return p.grad + 0.1 * (p - self.slow[at])
 
 
 #: Optimizers that learn outside of their state, and can be made fresh.

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 import quick_cli
+import troubles
 from grids import others_slow
 from hidden_state import GlobalNorm
 from lightning_fl import ClientModule
@@ -18,7 +19,7 @@ from lightning_fl.check import COLUMNS
 from lightning_fl.objectives import FedDecorr, WeightDivergence
 from lightning_fl.testing import check_federation
 from lightning_fl.types import FederationError
-from troubles import CARRIED, HARMLESS, Averages, ReadsGlobalStep, Troubled, Watches, made
+from troubles import CARRIED, HARMLESS, Troubled, Watches, made
 
 
 def outcome(make, *columns, **options):
@@ -59,27 +60,24 @@ def test_order_finds_state_of_hooks(is_carried):
     assert outcome(made(kind=kind), "order").outcome == ("different" if is_carried else "equal")
 
 
-@pytest.mark.parametrize("kind", others_slow([Averages], [Averages, ReadsGlobalStep]))
+@pytest.mark.parametrize(
+    "kind", others_slow([troubles.Averages], [troubles.Averages, troubles.ReadsGlobalStep])
+)
 def test_order_finds_state_of_callbacks(kind):
     result = outcome(made(lambda m: 1.0 + m.late, [kind]), "order")
     assert result.outcome == "different"
     assert f"{kind.__name__}." in result.detail or kind.__name__.startswith("Reads")
 
 
-class Crowded(Troubled):
+def test_order_names_first_what_differs_at_the_end():
     """Five attributes count steps, which is the same in any order, and one is of the last step."""
 
-    zone = 0.0
-
-    def training_step(self, batch, batch_idx):
+    def factor(module):
         for name in "abcde":
-            setattr(self, name, getattr(self, name, 0) + 1)
-        before, self.zone = self.zone, float(batch[0].mean())
-        return super().training_step(batch, batch_idx) * (1 + before)
+            setattr(module, name, getattr(module, name, 0) + 1)
+        return troubles.previous_loss(module)
 
-
-def test_order_names_first_what_differs_at_the_end():
-    assert "Crowded.zone" in outcome(made(kind=Crowded), "order").detail
+    assert "Troubled.late" in outcome(made(factor), "order").detail
 
 
 class Warms(Troubled):
@@ -142,23 +140,19 @@ def test_vectorized_finds_an_optimizer_that_mixes_clients():
     assert outcome(made(kind=Mixes), "vectorized").outcome == "different"
 
 
-class Breaks(Troubled):
-    def training_step(self, batch, batch_idx):
-        if self.global_rank == 1:
-            raise RuntimeError("no second process [please]")
-        return super().training_step(batch, batch_idx)
+def breaks(module):
+    if module.global_rank == 1:
+        raise RuntimeError("no second process [please]")
+    return 1.0
 
 
-class Dies(Troubled):
-    def training_step(self, batch, batch_idx):
-        if torch.distributed.is_initialized():
-            os._exit(3)
-        return super().training_step(batch, batch_idx)
+def dies(module):
+    return os._exit(3) if torch.distributed.is_initialized() else 1.0
 
 
-@pytest.mark.parametrize(("kind", "words"), [(Breaks, "no second process"), (Dies, "exit code 3")])
-def test_an_error_of_one_process_is_reported(kind, words):
-    result = outcome(made(kind=kind), "processes")
+@pytest.mark.parametrize(("step", "words"), [(breaks, "no second process"), (dies, "exit code 3")])
+def test_an_error_of_one_process_is_reported(step, words):
+    result = outcome(made(step), "processes")
     assert (result.outcome, result.is_equal) == ("failed", False)
     assert words in result.detail
 
@@ -171,14 +165,13 @@ class Stops(L.Callback):
 def test_fits_have_one_thread():
     """OpenMP may hang in a forked process."""
 
-    class Asks(Troubled):
-        def training_step(self, batch, batch_idx):
-            assert torch.get_num_threads() == 1
-            return super().training_step(batch, batch_idx)
+    def one_thread(module):
+        assert torch.get_num_threads() == 1
+        return 1.0
 
     def threaded():
         torch.set_num_threads(2)
-        return made(kind=Asks)()
+        return made(one_thread)()
 
     assert outcome(threaded, "order").outcome == "equal"
 

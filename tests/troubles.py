@@ -22,6 +22,15 @@ class Helper:
     calls = 0
 
 
+def furnish(module):
+    """Give a module the attributes that the factors use."""
+    module.steps, module.history, module.helper = 0, [], Helper()
+    module.center, module.array, module.late = torch.zeros(()), np.zeros(1), 0.0
+    module.teacher, module.drawn = [nn.Linear(1, 1)], np.random.RandomState(0)
+    module.closure = in_a_closure()
+    module.register_buffer("count", torch.zeros(()))
+
+
 class Troubled(L.LightningModule):
     """A classifier of digits; its attributes are there for the factors."""
 
@@ -32,10 +41,8 @@ class Troubled(L.LightningModule):
         self.net = nn.Sequential(
             nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)
         )
-        self.factor, self.steps, self.history, self.helper = factor, 0, [], Helper()
-        self.center, self.array, self.late = torch.zeros(()), np.zeros(1), 0.0
-        self.teacher, self.drawn = [nn.Linear(1, 1)], np.random.RandomState(0)
-        self.register_buffer("count", torch.zeros(()))
+        self.factor = factor
+        furnish(self)
 
     def training_step(self, batch, batch_idx):
         self.batch_idx = batch_idx
@@ -164,12 +171,9 @@ def made(factor=lambda m: 1.0, callbacks=(), kind=Troubled, **options):
     """Return a function that makes the federation of a factor."""
 
     def make():
-        module = kind(factor)
-        module.closure = in_a_closure()
         data = Digits(num_clients=5, partition=ByLabel(2), batch_size=16, val_size=100)
-        loop = FederatedLoop(
-            buffers="average", **{"policy": Schedule(num_steps=3), "seed": 1, **options}
-        )
-        return Run(module, data, loop, [each() for each in callbacks], {"accelerator": "cpu"})
+        given = {"policy": Schedule(num_steps=3), "buffers": "average", "seed": 1} | options
+        watchers = [each() for each in callbacks]
+        return Run(kind(factor), data, FederatedLoop(**given), watchers, {"accelerator": "cpu"})
 
     return make

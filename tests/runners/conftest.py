@@ -78,6 +78,27 @@ def tiny():
 
 
 @pytest.fixture
+def uncompiled(monkeypatch):
+    """Graphs that are not compiled, for speed: what they compute is the same."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Graphs that are traced but not compiled, for speed."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile(f, backend="eager", dynamic=False))
+
+
+@pytest.fixture(params=["plain", "vectorized"])
+def wrap(request):
+    """Both ways to train a module."""
+    if request.param == "plain":
+        return lambda module: module
+    return lambda module: VectorizedClients(module, group_size=3, compile=False)
+
+
+@pytest.fixture
 def ragged(data, blobs):
     """Seven clients with 4 to 60 samples: batches differ in size between them."""
 
@@ -125,16 +146,17 @@ def agree(train, flat, ragged):
     """Train a module sequentially and vectorized: equal parameters, buffers and rows.
 
     Several group sizes, and numbers of steps in a batch, are compared with one fit of the module.
+    ``modules`` has the modules that were trained last.
     """
 
     def check(make, group_size=(3,), most_steps=1, datamodule=ragged, **options):
         plain = make()
-        before = flat(plain)
+        before, check.modules = flat(plain), [plain]
         expected = train(plain, datamodule=datamodule(), **options)
         assert (flat(plain) - before).abs().max() > 1e-3, "nothing was trained"
         bundles = most_steps if isinstance(most_steps, tuple) else (most_steps,)
         for k, steps in product(group_size, bundles):
-            module = make()
+            check.modules.append(module := make())
             found = train(module, k, steps, datamodule(), **options)
             torch.testing.assert_close(
                 flat(module), flat(plain), atol=1e-12, rtol=0, equal_nan=True

@@ -35,15 +35,9 @@ class Scaled(torch.nn.Module):
         return SIGN * x * self.factor
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """Graphs without a compiler below them, for speed."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("counts", [False, True])
-def test_a_graph_follows_what_changes_in_its_module_between_calls(eager, monkeypatch, counts):
+def test_a_graph_follows_what_changes_in_its_module_between_calls(traced, monkeypatch, counts):
     module, results = Scaled(counts), []
     times = compiled(Scaled.times, on_a_gpu=False)
     for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0, -1.0):
@@ -75,10 +69,8 @@ def test_a_step_is_compiled_as_a_whole():
     module = ClientModule(torch.nn.Linear(3, 2), [WeightDivergence()])
     params = {n: torch.nn.Parameter(p.detach()[None]) for n, p in module.named_parameters()}
     fixed = {name: param.detach() for name, param in params.items()}
-    optimizer, batch = (
-        torch.optim.SGD(params.values(), lr=0.1),
-        (torch.ones(1, 4, 3), torch.ones(1, 4).long()),
-    )
+    optimizer = torch.optim.SGD(params.values(), lr=0.1)
+    batch = torch.ones(1, 4, 3), torch.ones(1, 4).long()
     local = LocalStep(module)
     whole = torch.compile(sgd_step, backend="eager", fullgraph=True)
     with torch.no_grad(), local.placeholders():

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from frozen import frozen_once
-from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import PFNM, FedAvgM, Scaffold
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.policies import Schedule
@@ -18,13 +18,9 @@ from lightning_fl.runners.constants import Constants, constant_parameters
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 from linear import Linear
+from mlp import module as matched
 
 HEAD = 3 * 8 + 3
-WRAPS = {
-    "plain": lambda module: module,
-    "vectorized": lambda module: VectorizedClients(module, group_size=3, compile=False),
-}
-wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 
 
 class Tuned(Linear):
@@ -104,11 +100,12 @@ def test_every_change_of_a_constant_is_noticed(tensor, change):
 def tuned(fit, data):
     """Fit a module; returns it and the loop."""
 
-    def run(wrap, exchange_frozen, module=None, rounds=3, callbacks=(), **options):
+    def run(exchange_frozen, module=None, wrap=lambda m: m, rounds=3, callbacks=(), **options):
         module = Tuned() if module is None else module
+        samples = data(local_test_size=options.pop("local_test_size", 0))
         loop = FederatedLoop(**{"policy": Schedule(num_steps=3), "seed": 1} | options)
         with frozen_once(not exchange_frozen):
-            fit(wrap(module), loop, data(), rounds=rounds, callbacks=callbacks)
+            fit(wrap(module), loop, samples, rounds=rounds, callbacks=callbacks)
         return module, loop
 
     return run
@@ -128,12 +125,11 @@ RULES = {
 }
 
 
-@wraps
 @pytest.mark.parametrize("rule", RULES)
 def test_the_result_is_that_of_an_exchange_of_all(tuned, wrap, rule):
     momentum, options = 0.0 if rule == "SCAFFOLD" else 0.9, RULES[rule]
-    every, with_all = tuned(wrap, True, Tuned(momentum=momentum), **options())
-    held, loop = tuned(wrap, False, Tuned(momentum=momentum), **options())
+    every, with_all = tuned(True, Tuned(momentum=momentum), wrap, **options())
+    held, loop = tuned(False, Tuned(momentum=momentum), wrap, **options())
     assert_equal(held, every)
     assert (held.head.weight - Tuned().head.weight).abs().max() > 0.05, "nothing was trained"
     assert loop.fit.federation.layout.num_parameters == HEAD
@@ -147,8 +143,8 @@ def test_the_result_is_that_of_an_exchange_of_all(tuned, wrap, rule):
 
 @pytest.mark.slow
 def test_a_compiled_step_uses_the_shared_tensors(tuned):
-    plain, _ = tuned(WRAPS["plain"], False)
-    stacked, loop = tuned(lambda m: VectorizedClients(m, 3, compile=True), False)
+    plain, _ = tuned(False)
+    stacked, loop = tuned(False, wrap=lambda m: VectorizedClients(m, 3, compile=True))
     assert loop.runner.graphs is not None
     assert_equal(stacked, plain)
 
@@ -156,24 +152,20 @@ def test_a_compiled_step_uses_the_shared_tensors(tuned):
 def test_one_tensor_serves_all_clients_and_the_server(tuned):
     seen = set()
     module = Tuned(change=lambda net: seen.add(net[0].weight.data_ptr()))
-    _, loop = tuned(WRAPS["plain"], False, module)
+    _, loop = tuned(False, module)
     assert seen == {module.backbone[0].weight.data_ptr()}
     assert list(loop.runner.named_parameters) == ["head.weight", "head.bias"]
 
 
-@wraps
-def test_evaluation_of_personal_models_shares_them(tuned, wrap, fit, data):
+def test_evaluation_of_personal_models_shares_them(tuned, wrap):
+    def metric(module, batch):
+        return (module(batch[0]).argmax(1) == batch[1]).float()
+
     scores = []
     for exchange_frozen in (True, False):
-        module = Tuned()
+        module, personal = Tuned(), PersonalizedEvaluation(metric=metric, steps=2)
         module.federated_local_parameters = ["head.bias"]
-        loop = FederatedLoop(seed=1)
-        personal = PersonalizedEvaluation(
-            metric=lambda m, batch: (m(batch[0]).argmax(1) == batch[1]).float(),
-            steps=2,
-        )
-        with frozen_once(not exchange_frozen):
-            fit(wrap(module), loop, data(local_test_size=0.3), rounds=2, callbacks=[personal])
+        tuned(exchange_frozen, module, wrap, 2, [personal], local_test_size=0.3)
         scores.append(personal.rows)
     assert scores[0]
     assert scores[0] == scores[1]
@@ -201,15 +193,15 @@ class Late:
 @pytest.mark.parametrize("step", [2, 11, 15])
 def test_a_module_that_writes_to_them_is_refused(tuned, step):
     with pytest.raises(FederationError, match=r"backbone\.0\.weight .* but it was changed") as info:
-        tuned(WRAPS["plain"], False, Tuned(change=Late(step)))
+        tuned(False, Tuned(change=Late(step)))
     places = {2: "1, client", 11: "1, during aggregation", 15: "2, client"}
     assert any(f"In round {places[step]}" in note for note in info.value.__notes__)
 
 
 @pytest.mark.filterwarnings("ignore:Tuned trains one client after another")
-def test_vectorized_clients_that_write_to_them_are_refused(tuned):
+def test_clients_that_write_to_them_are_refused(tuned, wrap):
     with pytest.raises(FederationError, match=r"backbone\.0\.weight .* but it was changed"):
-        tuned(WRAPS["vectorized"], False, Tuned(change=drift))
+        tuned(False, Tuned(change=drift), wrap)
 
 
 class Thaws(L.Callback):
@@ -219,26 +211,19 @@ class Thaws(L.Callback):
 
 def test_unfreezing_them_is_refused(tuned):
     with pytest.raises(FederationError, match=r"backbone\.0\.bias .* but it was unfrozen"):
-        tuned(WRAPS["plain"], False, callbacks=[Thaws()])
-    assert tuned(WRAPS["plain"], True, callbacks=[Thaws()])[1].round == 3
+        tuned(False, callbacks=[Thaws()])
+    assert tuned(True, callbacks=[Thaws()])[1].round == 3
 
 
-def test_a_callback_that_unfreezes_layers_exchanges_them(fit, data):
-    class Owner(Tuned):
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.head.parameters(), lr=0.1)
-
-    module, loop = Owner(), FederatedLoop(seed=1)
-    thaw = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
-    with frozen_once():
-        fit(module, loop, data(), rounds=3, callbacks=[thaw])
+def test_a_callback_that_unfreezes_layers_exchanges_them(tuned):
+    module = Tuned()
+    module.optimizer = lambda _: torch.optim.SGD(module.head.parameters(), lr=0.1)
+    tuned(False, module, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)])
     assert not torch.equal(module.backbone[0].weight, Tuned().backbone[0].weight)
 
 
-def test_matching_needs_the_updates_of_all_parameters(fit, data):
-    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    net[0].requires_grad_(False)
-    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-    refused = pytest.raises(FederationError, match=r"PFNM .* needs updates of all")
-    with frozen_once(), refused:
-        fit(module, FederatedLoop(PFNM(), seed=1), data(), rounds=1)
+def test_matching_needs_the_updates_of_all_parameters(tuned):
+    made = matched()
+    made.net[0].requires_grad_(False)
+    with pytest.raises(FederationError, match=r"PFNM .* needs updates of all"):
+        tuned(False, made, aggregator=PFNM(), rounds=1)

@@ -9,10 +9,8 @@ from lightning_fl.runners.groups import clients_at_once
 
 @pytest.mark.parametrize(("group_size", "expected"), [(1, 1), (4, 4), (50, 7), ("auto", 7)])
 def test_a_group_has_at_most_as_many_clients_as_the_round(tiny, group_size, expected):
-    assert (
-        VectorizedClients(tiny(), group_size).layout(clients=7, batch_bytes=280, stepwise=True)[0]
-        == expected
-    )
+    vectorized = VectorizedClients(tiny(), group_size)
+    assert vectorized.layout(clients=7, batch_bytes=280, stepwise=True)[0] == expected
 
 
 def test_steps_are_bundled_by_memory(tiny):
@@ -24,13 +22,8 @@ def test_steps_are_bundled_by_memory(tiny):
 
 
 def test_auto_takes_as_many_clients_as_the_cache_holds(tiny):
-    class Net(type(tiny())):
-        def __init__(self, *layers):
-            super().__init__()
-            self.net = nn.Sequential(*layers)
-
-    def group_size(batch_bytes, *layers):
-        return VectorizedClients(Net(*layers)).layout(10**6, batch_bytes, True)[0]
+    def group_size(batch_bytes, layer):
+        return VectorizedClients(tiny.kind(net=lambda: layer)).layout(10**6, batch_bytes, True)[0]
 
     assert group_size(2**19, nn.Linear(2, 2)) == 63
     assert group_size(2**10, nn.Linear(2**10, 2**10)) == 10

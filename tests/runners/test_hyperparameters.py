@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightning_fl import ClientModule, VectorizedClients
+import written_plainly
+from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import FedNova
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.objectives import EntropyRegularizer, Proximal, WeightDivergence
@@ -21,11 +22,7 @@ from written_plainly import Noted, loss_and_gradient, vector
 
 
 def module(*terms):
-    torch.manual_seed(0)
-    terms = terms or (Proximal(0.7),)
-    return ClientModule(
-        torch.nn.Linear(4, 2), terms, optimizer=lambda p: torch.optim.SGD(p, lr=0.2)
-    ).double()
+    return written_plainly.module(terms or (Proximal(0.7),))
 
 
 class Each(HyperparameterPolicy):
@@ -89,9 +86,7 @@ def test_each_client_trains_with_its_own_number(fit):
 
 @pytest.mark.parametrize("make", [module, foreign])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_vectorized_clients_give_the_same(train, monkeypatch, make, compiled):
-    if compiled:  # without the compiler behind it
-        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+def test_vectorized_clients_give_the_same(train, uncompiled, make, compiled):
     policy = Each("mu" if make is module else "decay", 0.1)
     one, _ = train(make(), policy)
     other, _ = train(make(), policy, lambda m: VectorizedClients(m, 3, compile=compiled))

@@ -12,10 +12,10 @@ from torch import nn
 from frozen import frozen_once
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import Schedule
-from lightning_fl.runners import VectorizedClients
 from lightning_fl.runners.local_tensors import local_tensors, split_tensors
 from lightning_fl.types import FederationError
 from linear import Linear
+from written_plainly import samples_of
 
 NORM = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
 
@@ -40,10 +40,6 @@ def local_norm():
     return Normalized([f"net.1.{name}" for name in NORM])
 
 
-WRAPS = {"plain": lambda m: m, "vectorized": lambda m: VectorizedClients(m, 3, compile=False)}
-wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-
-
 def by_hand(samples, rounds, epochs):
     """FedBN with full batches: the layers between the BatchNorm layers are averaged by n_k."""
     server, own = local_norm(), {}
@@ -62,24 +58,17 @@ def by_hand(samples, rounds, epochs):
             ends.append(module.state_dict())
         for name, value in server.net.named_parameters():
             if not name.startswith("1."):
-                mean = sum(
-                    e[f"net.{name}"] * len(y) / total
-                    for e, (_, y) in zip(ends, samples, strict=True)
-                )
-                value.data.copy_(mean)
+                pairs = zip(ends, samples, strict=True)
+                value.data.copy_(sum(end[f"net.{name}"] * len(y) / total for end, (_, y) in pairs))
     return server, own
 
 
-@wraps
 @pytest.mark.parametrize("buffers", ["average", "server", "local"])
 def test_local_batchnorm_is_fedbn_by_hand(fit, ragged, buffers, wrap):
     module, datamodule = local_norm(), ragged(batch_size=100)
     loop = FederatedLoop(policy=Schedule(local_epochs=3), buffers=buffers, seed=1)
     fit(wrap(module), loop, datamodule, rounds=2)
-    samples = [
-        tuple(map(torch.stack, zip(*(datamodule.train[int(i)] for i in part), strict=True)))
-        for part in datamodule.parts
-    ]
+    samples = [samples_of(datamodule, client) for client in range(7)]
     server, own = by_hand(samples, 2, 3)
     for name, value in server.net.state_dict().items():
         torch.testing.assert_close(module.net.state_dict()[name], value, atol=1e-12, rtol=0)
@@ -128,17 +117,27 @@ def test_patterns_match_names_and_types(patterns, names):
 
 
 @pytest.mark.parametrize(
-    ("patterns", "message"),
+    ("module", "patterns", "message"),
     [
-        (["one.wieght"], r"'one\.wieght' in local_parameters matches no .* names are one\.weight"),
-        (["two.bias", "type:BatchNrm1d"], "'type:BatchNrm1d' in local_parameters matches no"),
-        (["type:Module"], "all trained parameters of Tied are local"),
-        (["type:Linear", "type:_BatchNorm"], "all trained parameters of Tied are local"),
+        (Tied(), ["one.wieght"], r"'one\.wieght' in local_param.* matches no .* are one\.weight"),
+        (Tied(), ["two.bias", "type:BatchNrm1d"], "'type:BatchNrm1d' in local_param.* matches no"),
+        (Tied(), ["type:Module"], "all trained parameters of Tied are local"),
+        (Tied(), ["type:Linear", "type:_BatchNorm"], "all trained parameters of Tied are local"),
+        (
+            Normalized(["net.9.bias"]),
+            [],
+            r"'net\.9\.bias' in federated_local_parameters matches no",
+        ),
+        (
+            Normalized([n for n, _ in Normalized().named_parameters()]),
+            [],
+            "all trained parameters of Normalized are local",
+        ),
     ],
 )
-def test_patterns_that_cannot_be_local_are_refused(patterns, message):
+def test_tensors_that_cannot_be_local_are_refused(module, patterns, message):
     with pytest.raises(FederationError, match=message):
-        split_tensors(Tied(), None, patterns)
+        split_tensors(module, False, patterns)
 
 
 def test_constants_are_shared_even_if_a_pattern_matches_them():
@@ -146,18 +145,3 @@ def test_constants_are_shared_even_if_a_pattern_matches_them():
         constants, local = split_tensors(Tied(), False, ["type:Embedding", "two.bias"])
     assert list(constants) == ["frozen.weight"]
     assert local == ["two.bias"]
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["net.9.bias"], r"'net\.9\.bias' in federated_local_parameters matches no"),
-        (
-            [n for n, _ in Normalized().named_parameters()],
-            "all trained parameters of Normalized are local",
-        ),
-    ],
-)
-def test_names_that_cannot_be_local_are_refused(names, message):
-    with pytest.raises(FederationError, match=message):
-        split_tensors(Normalized(names), False, [])

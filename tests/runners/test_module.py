@@ -19,6 +19,7 @@ from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.types import FederationError
 from linear import Linear
 from own_starts import OwnStarts
+from written import Written
 
 adam = functools.partial(torch.optim.Adam, lr=0.01)
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -51,36 +52,28 @@ def norm():
 @pytest.mark.filterwarnings("ignore:Found 2 module.* in eval mode")
 def test_layers_that_the_user_set_to_eval_stay_so(agree, tiny):
     """Also after validation, which sets all layers to eval and must restore each one's mode."""
-    modules = []
 
-    def make():
-        torch.manual_seed(0)
+    def net():
         layers = nn.BatchNorm1d(6).eval(), nn.Dropout(0.5).eval(), nn.Linear(6, 3)
-        modules.append(tiny(net=lambda: nn.Sequential(nn.Linear(6, 6), *layers)))
-        return modules[-1]
+        return nn.Sequential(nn.Linear(6, 6), *layers)
 
-    agree(make, (1, 3), most_steps=2, rounds=3)
-    for module in modules:
+    agree(lambda: tiny(net=net), (1, 3), most_steps=2, rounds=3)
+    for module in agree.modules:
         assert [part.training for part in module.net] == [True, False, False, True]
         assert module.net[1].num_batches_tracked == 0
 
 
-class Tied(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
-        self[2].weight = self[0].weight
+def tied():
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    net[2].weight = net[0].weight
+    return net
 
 
-class Twice(nn.Module):
+def twice():
     """One layer under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.all = nn.Sequential(self.inner, nn.Tanh(), nn.Linear(6, 3))
-
-    def forward(self, x):
-        return self.all(x)
+    inner = nn.Linear(6, 6)
+    layers = nn.Sequential(inner, nn.Tanh(), nn.Linear(6, 3))
+    return Written(lambda net, x: net.layers(x), inner=inner, layers=layers)
 
 
 class Counting(nn.Module):
@@ -101,16 +94,13 @@ class Counting(nn.Module):
         return self.net(x - self.mean) + self.mask.exp()
 
 
-class Parametrized(nn.Sequential):
+def parametrized():
     """Its weight is made of another that is trained."""
-
-    def __init__(self):
-        linear = nn.Linear(6, 3)
-        nn.utils.parametrize.register_parametrization(linear, "weight", nn.Softplus())
-        super().__init__(linear)
+    net = nn.Linear(6, 3)
+    return nn.utils.parametrize.register_parametrization(net, "weight", nn.Softplus())
 
 
-@pytest.mark.parametrize("net", [Tied, Twice, Counting, Parametrized])
+@pytest.mark.parametrize("net", [tied, twice, Counting, parametrized])
 def test_vectorized_nets_agree(agree, tiny, net):
     agree(lambda: tiny(net=net, optimizer=momentum))
 
@@ -256,11 +246,10 @@ class Scale(Term):
         return self.scale.square() + 0.1 * (own.params["net.0.bias"] * self.scale).sum()
 
 
-class Centered(nn.Module):
+def centered():
     """Takes the mean over the samples of a batch, and is no BatchNorm."""
-
-    def forward(self, x):
-        return x - x.mean(0)
+    center = Written(lambda _, x: x - x.mean(0))
+    return nn.Sequential(nn.Linear(6, 5), center, nn.Linear(5, 3))
 
 
 def instance_norm():
@@ -282,7 +271,7 @@ CLIENT_MODULES = {
     "terms": {"terms": (prox, Scale), "optimizer": adam},
     "own step": {"kind": OwnStep},
     "instance norm": {"net": instance_norm},
-    "centered": {"net": lambda: nn.Sequential(nn.Linear(6, 5), Centered(), nn.Linear(5, 3))},
+    "centered": {"net": centered},
 }
 
 
@@ -297,15 +286,10 @@ def test_a_user_module_is_given_what_its_client_started_from(agree, tiny):
         start = module.federated_global_parameters
         return loss + 3 * sum((p - start[n]).square().sum() for n, p in module.named_parameters())
 
-    modules = []
-
-    def make():
-        modules.append(tiny(step=near))
-        modules[-1].federated_global_parameters = {}  # it asks for them by having it
-        return modules[-1]
-
-    agree(make, federation={"aggregator": OwnStarts()})
-    assert [module.federated_global_parameters for module in modules] == [{}, {}]
+    # A module asks for them by having the attribute.
+    kind = type("Near", (tiny.kind,), {"federated_global_parameters": {}})
+    agree(lambda: tiny(kind, step=near), federation={"aggregator": OwnStarts()})
+    assert [module.federated_global_parameters for module in agree.modules] == [{}, {}]
 
 
 @pytest.mark.slow
@@ -569,14 +553,8 @@ class Words(Linear):
 @pytest.mark.parametrize(("sparse", "momentum"), [(False, 0.0), (True, 0.0), (True, 0.9)])
 @pytest.mark.filterwarnings("ignore:.*one client after another")
 def test_sparse_gradients_and_integer_parameters(agree, tiny, sparse, momentum):
-    made = []
-
-    def make():
-        made.append(tiny(Words, sparse, momentum))
-        return made[-1]
-
-    agree(make, (1, 3))
-    assert all(module.order.tolist() == [2, 0, 2**60, 1] for module in made)
+    agree(lambda: tiny(Words, sparse, momentum), (1, 3))
+    assert all(module.order.tolist() == [2, 0, 2**60, 1] for module in agree.modules)
 
 
 @pytest.mark.filterwarnings("ignore:.*trains one client after another")

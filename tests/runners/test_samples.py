@@ -10,7 +10,6 @@ from torch.nn.utils.rnn import pack_sequence
 
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.partition import Dirichlet
-from lightning_fl.runners import VectorizedClients
 from lightning_fl.runners.samples import Collated
 from lightning_fl.types import FederationError
 from linear import Linear
@@ -144,15 +143,7 @@ class Forgets(FederatedDataModule):
 
 
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
-@pytest.mark.parametrize(
-    ("wrap", "options"),
-    [
-        (lambda m: m, {}),
-        (lambda m: m, {"profiler": "simple"}),
-        (lambda m: VectorizedClients(m, 2, compile=False), {}),
-    ],
-    ids=["lean", "hooks", "vectorized"],
-)
+@pytest.mark.parametrize("options", [{}, {"profiler": "simple"}], ids=["lean", "hooks"])
 def test_a_hook_must_return_the_batch(fit, foreign, blobs, wrap, options):
     federation = Forgets(blobs(12), num_clients=3, batch_size=2, val_size=0)
     with pytest.raises(FederationError, match=r"on_after_batch_transfer .* must return the batch"):

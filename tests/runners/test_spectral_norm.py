@@ -7,31 +7,30 @@ from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import ByLabel
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
+both_forms = pytest.mark.parametrize("form", [parametrizations.spectral_norm, spectral_norm])
 
-@pytest.mark.parametrize("normalized", [parametrizations.spectral_norm, spectral_norm])
-@pytest.mark.parametrize("buffers", [None, "server"])
-@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
-def test_the_aggregated_model_has_a_spectral_norm_of_one(fit, data, normalized, buffers):
-    """Means of unit vectors are shorter than 1, and the server's own fit its first weights."""
+
+def normalized(form):
     torch.manual_seed(0)
-    layer = normalized(nn.Linear(6, 8))
-    net = nn.Sequential(layer, nn.ReLU(), nn.Linear(8, 3)).double()
-    module = ClientModule(net, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+    net = nn.Sequential(form(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 3)).double()
+    return ClientModule(net, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+
+
+@both_forms
+@pytest.mark.parametrize("buffers", [None, "server"])
+def test_the_aggregated_model_has_a_spectral_norm_of_one(fit, data, form, buffers):
+    """Means of unit vectors are shorter than 1, and the server's own fit its first weights."""
+    module = normalized(form)
     fit(module, FederatedLoop(buffers=buffers), data(partition=ByLabel(1), num_clients=3))
-    layer.eval()
+    layer = module.net[0].eval()
     layer(torch.zeros(1, 6, dtype=torch.float64))  # the older form sets the weight here
     assert float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("normalized", [parametrizations.spectral_norm, spectral_norm])
-@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
-def test_one_client_trains_as_without_a_federation(trainer, data, normalized):
-    def make():
-        torch.manual_seed(0)
-        net = nn.Sequential(normalized(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 3)).double()
-        return ClientModule(net, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
-
-    module, plain, samples = make(), make(), data(num_clients=1)
+@both_forms
+def test_one_client_trains_as_without_a_federation(trainer, data, form):
+    module, plain, samples = normalized(form), normalized(form), data(num_clients=1)
     loop = FederatedLoop(buffers="average", seed=samples.seed)
     trainer(loop).fit(module, datamodule=samples)
     trainer(False).fit(plain, datamodule=data(num_clients=1))
@@ -42,9 +41,8 @@ def test_one_client_trains_as_without_a_federation(trainer, data, normalized):
 @pytest.mark.filterwarnings("ignore:validation and test use the global model")
 def test_singular_vectors_that_stay_with_clients_keep_their_initial_values(fit, data):
     """A resumed run takes the first values of new clients from the module."""
-    layer = parametrizations.spectral_norm(nn.Linear(6, 8))
-    net = nn.Sequential(layer, nn.ReLU(), nn.Linear(8, 3)).double()
-    before = layer.parametrizations.weight[0]._u.clone()
-    module = ClientModule(net, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+    module = normalized(parametrizations.spectral_norm)
+    singular_vectors = module.net[0].parametrizations.weight[0]
+    before = singular_vectors._u.clone()
     fit(module, FederatedLoop(buffers="average", local_parameters=["net.0.*"]), data())
-    assert torch.equal(layer.parametrizations.weight[0]._u, before)
+    assert torch.equal(singular_vectors._u, before)

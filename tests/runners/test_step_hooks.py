@@ -78,20 +78,30 @@ def limited(gradient):
     return gradient * (0.01 / gradient.norm()).clamp(max=1)
 
 
-def of_parameter(net):
-    net[0].weight.register_hook(limited)
+def of_parameter(module):
+    module.net[0].weight.register_hook(limited)
 
 
-def of_layer(net):
-    net[2].register_full_backward_hook(lambda _, grads, __: (limited(grads[0]),))
+def of_layer(module):
+    module.net[2].register_full_backward_hook(lambda _, grads, __: (limited(grads[0]),))
 
 
-def of_output(net):
+def of_output(module):
     def hook(_, __, output):
         if output.requires_grad:  # none does under vmap
             output.register_hook(limited)
 
-    net[1].register_forward_hook(hook)
+    module.net[1].register_forward_hook(hook)
+
+
+def of_optimizer(module):
+    def project(optimizer, args, kwargs):
+        for p in optimizer.param_groups[0]["params"]:
+            p.data.mul_((1 / p.data.norm()).clamp(max=1))
+
+    optimizer = module.optimizer(module.parameters())
+    optimizer.register_step_post_hook(project)
+    module.optimizer = lambda params: optimizer
 
 
 @pytest.mark.parametrize(
@@ -100,12 +110,13 @@ def of_output(net):
         (of_parameter, r"hooks of net\.0\.weight"),
         (of_layer, r"hooks of net\.2"),
         (of_output, "different results"),
+        (of_optimizer, "SGD has a step hook"),
     ],
 )
-def test_layers_and_tensors_with_hooks_are_not_vectorized(agree, tiny, register, why):
+def test_modules_with_hooks_of_their_parts_are_not_vectorized(agree, tiny, register, why):
     def make():
         module = tiny(optimizer=lambda params: torch.optim.SGD(params, lr=3.0))
-        register(module.net)
+        register(module)
         return module
 
     with pytest.warns(UserWarning, match=f"one client after another, .*{why}"):
@@ -115,8 +126,8 @@ def test_layers_and_tensors_with_hooks_are_not_vectorized(agree, tiny, register,
 @pytest.mark.parametrize(
     ("register", "place"),
     [
-        (lambda m: of_parameter(m.net), r"hooks of net\.0\.weight"),
-        (lambda m: of_layer(m.net), r"hooks of net\.2"),
+        (of_parameter, r"hooks of net\.0\.weight"),
+        (of_layer, r"hooks of net\.2"),
         (lambda m: m.trainer.callbacks.append(Clips()), "hooks of Clips"),
         (
             lambda m: m.trainer.optimizers[0].register_step_post_hook(lambda *_: None),
@@ -133,20 +144,6 @@ def test_hooks_that_are_registered_in_the_fit_are_refused(train, tiny, register,
     train(tiny(Late))
     with pytest.raises(FederationError, match=f"trains many clients at once, and now .*{place}"):
         train(tiny(Late), 3)
-
-
-def test_an_optimizer_with_step_hooks_is_not_vectorized(agree, tiny):
-    def project(optimizer, args, kwargs):
-        for p in optimizer.param_groups[0]["params"]:
-            p.data.mul_((1 / p.data.norm()).clamp(max=1))
-
-    def optimizer(params):
-        made = torch.optim.SGD(params, lr=0.1)
-        made.register_step_post_hook(project)
-        return made
-
-    with pytest.warns(UserWarning, match="one client after another, .* SGD has a step hook"):
-        agree(lambda: tiny(tiny.kind, optimizer))
 
 
 # --- callbacks ------------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ import torch
 from torch import nn
 
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.runners import VectorizedClients
 from lightning_fl.types import FederationError
 from two_classes import samples
 from written_plainly import module
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, VectorizedClients], ids=["plain", "vectorized"])
 @pytest.mark.parametrize("name", ["weight", "added"])
 def test_a_parameter_that_was_added_or_replaced_is_refused(fit, wrap, name):
     made = module()

@@ -16,12 +16,6 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1)
 momentum = functools.partial(sgd, momentum=0.9)
 
 
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """Graphs that are not compiled, for speed: what they compute is the same."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-
-
 @pytest.mark.parametrize("most_steps", [1, 3])
 @pytest.mark.parametrize("lr", [0.02, 0.5])
 @pytest.mark.parametrize(
@@ -96,13 +90,6 @@ class Decays(Linear):
         if self.is_used and not self.current_epoch:
             loss = loss + self.extra(batch[0][:, :4]).square().mean()
         return loss
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Graphs that are traced but not compiled, for speed."""
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **_: compile(f, backend="eager", dynamic=False))
 
 
 @pytest.mark.filterwarnings("ignore:steps are not compiled")

@@ -10,6 +10,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_fl.runners import self_check
+from written import Written
 
 
 class Total(Metric):
@@ -48,11 +49,9 @@ def mlp(*layers):
     return lambda: nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 3))
 
 
-class Own(nn.Module):
-    """Noise by a function instead of a layer."""
-
-    def forward(self, x):
-        return F.dropout(F.dropout(x, 0.3, self.training), 0.3, self.training)
+def drop(net, x):
+    """Make noise by a function instead of a layer."""
+    return F.dropout(F.dropout(x, 0.3, net.training), 0.3, net.training)
 
 
 class Mean(nn.Module):
@@ -76,7 +75,7 @@ NETS = {
     "norms": mlp(nn.LayerNorm(6), nn.Dropout(0.5), nn.GELU()),
     "convolution": mlp(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(8, 6)),
     "a buffer": mlp(Mean()),
-    "noise of a net": mlp(Own()),
+    "noise of a net": mlp(Written(drop)),
 }
 STEPS = {
     "noise": noise(torch.randn_like),
@@ -95,37 +94,26 @@ def test_supported_steps_are_vectorized(train, made, net, step):
     train(made(net, **({} if step is None else {"step": step})), 3, rounds=1)  # no warning
 
 
-def test_a_step_that_does_not_support_float64_is_vectorized(train, made, ragged, blobs):
-    class Casts(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x.float())
+def test_a_step_that_does_not_support_float64_is_vectorized(train, made):
+    def casts():
+        return Written(lambda net, x: net.layer(x.float()), layer=nn.Linear(6, 3))
 
-    train(made(lambda: Casts(nn.Linear(6, 3))).float(), 3, rounds=1)
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(6, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.rnn(x)[0])
+    train(made(casts).float(), 3, rounds=1)
 
 
-class Words(nn.Module):
-    """Padding by the function, which vmap gets wrong, or by the layer."""
+def recurrent():
+    layers = {"rnn": nn.LSTM(6, 4), "head": nn.Linear(4, 3)}
+    return Written(lambda net, x: net.head(net.rnn(x)[0]), **layers)
 
-    def __init__(self, **options):
-        super().__init__()
-        self.words, self.head = nn.Embedding(5, 4, **options), nn.Linear(4, 3)
 
-    def forward(self, x):
+def words(**options):
+    """Return a net with padding by the function, which vmap gets wrong, or by the layer."""
+
+    def forward(net, x):
         x = x.abs().clamp(max=4).long()
-        return self.head(F.embedding(x, self.words.weight, padding_idx=0).mean(1))
+        return net.head(F.embedding(x, net.words.weight, padding_idx=0).mean(1))
 
-
-def item(module, outputs, loss):
-    return loss * (2 if loss.item() > 1 else 1)
+    return Written(forward, words=nn.Embedding(5, 4, **options), head=nn.Linear(4, 3))
 
 
 def branch(module, outputs, loss):
@@ -141,11 +129,6 @@ def in_a_list(module, outputs, loss):
     return loss + sum(p.square().sum() for p in module.decayed)
 
 
-def of_a_generator(module, outputs, loss):
-    drawn = torch.randn(outputs.shape, generator=module.generator)
-    return loss + (drawn * outputs).mean()
-
-
 def counts(module, outputs, loss):
     module.calls += 1
     return loss / module.calls
@@ -156,18 +139,18 @@ def keeps(module, outputs, loss):
     return loss
 
 
-def nothing(module, outputs, loss):
-    return None
-
-
 REFUSED = {
-    "LSTM": (Recurrent, None, "RuntimeError: .*lstm"),
-    "padding by the layer": (lambda: Words(padding_idx=0), None, "an Embedding with max_norm or p"),
-    "padding by the function": (Words, None, "uses aten.embedding, whose gradients"),
-    "item": (mlp(), item, "RuntimeError: .*item"),
+    "LSTM": (recurrent, None, "RuntimeError: .*lstm"),
+    "padding by the layer": (lambda: words(padding_idx=0), None, "an Embedding with max_norm or p"),
+    "padding by the function": (words, None, "uses aten.embedding, whose gradients"),
+    "item": (
+        mlp(),
+        lambda m, o, loss: loss * (2 if loss.item() > 1 else 1),
+        "RuntimeError: .*item",
+    ),
     "a branch": (mlp(), branch, "RuntimeError: .*data-dependent control flow"),
     "a metric": (mlp(), metric, "training_step updates the metric Total"),
-    "no loss": (mlp(), nothing, "no loss"),
+    "no loss": (mlp(), lambda m, outputs, loss: None, "no loss"),
     "parameters in a list": (mlp(), in_a_list, "its vectorized step gives different results"),
     "a list and noise": (mlp(nn.Dropout()), in_a_list, "vectorized step gives different results"),
     "bernoulli": (

@@ -170,6 +170,8 @@ def test_writes_of_client_hooks_are_kept(agrees, tiny, rule, steps):
 class Growing(Averaging):
     """Collects outputs in a buffer, which becomes longer."""
 
+    change = r"seen from \(0, 3\)"
+
     def __init__(self):
         super().__init__(in_place)
         self.register_buffer("seen", torch.zeros(0, 3, dtype=torch.float64))
@@ -190,6 +192,8 @@ class Resizing(Growing):
 class Fractions(Averaging):
     """A counter that is an integer at first, and a moving average later."""
 
+    change = "average from .*int64 to"
+
     def __init__(self):
         super().__init__(in_place)
         self.register_buffer("average", torch.tensor(0))
@@ -200,22 +204,13 @@ class Fractions(Averaging):
         return loss + self.average
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        (Growing, r"seen from \(0, 3\)"),
-        (Resizing, r"seen from \(0, 3\)"),
-        (Fractions, "average from .*int64 to"),
-    ],
-)
+@pytest.mark.parametrize("kind", [Growing, Resizing, Fractions])
 @pytest.mark.parametrize("group_size", [None, 1, 3])
 @pytest.mark.filterwarnings("ignore")
-def test_a_buffer_that_changes_its_shape_or_dtype_is_refused_by_name(
-    train, tiny, ragged, kind, change, group_size
-):
+def test_a_buffer_that_changes_its_kind_is_refused_by_name(train, tiny, ragged, kind, group_size):
     module = tiny(kind)
     memory = [p.data_ptr() for p in module.parameters()]
-    with pytest.raises(FederationError, match=f"of its buffer {change}") as info:
+    with pytest.raises(FederationError, match=f"of its buffer {kind.change}") as info:
         train(module, group_size, datamodule=ragged(drop_last=True))
     assert not any("failed" in note for note in info.value.__notes__)
     assert [p.data_ptr() for p in module.parameters()] == memory  # not that of the stacks
