@@ -310,24 +310,21 @@ class Growing(HyperparameterPolicy):
         return {"num_steps": torch.full_like(clients, self.most(round))}
 
 
-def of(*args, policy=Growing, **options):
-    """Return a function that makes a federation whose rounds have few or many steps."""
-    return lambda: row(*(each() for each in args), policy=policy(), **options)
+def growing(*args, **options):
+    """Return a federation whose rounds have few or many steps."""
+    return row(*args, policy=Growing(), **options)
 
 
-uneven_batches = partial(samples, batch_size=7)
 STEPS = {
-    "frozen layers": of(lambda: frozen(Proximal(0.1))),
-    "alike": of(),
-    "in groups": of(lambda: module(EntropyRegularizer(0.9, 0.1)), uneven_batches),
-    "kept": of(
-        lambda: module(optimizer=partial(SGD, momentum=0.9)), samples, optimizer_state="keep"
-    ),
-    "logging": of(lambda: Chatty(nn.Linear(FEATURES, CLASSES), [Proximal(0.1)], SGD)),
-    "PFedMe": of(lambda: module(optimizer=partial(PFedMe, inner_steps=2))),
-    "RepresentationMatching": of(lambda: module(RepresentationMatching(0.1))),
-    "FedEM": of(lambda: FedEM(nn.Linear(FEATURES, CLASSES), 2, SGD)),
-    "BatchNorm": of(normalized, partial(samples, drop_last=True)),
+    "frozen layers": lambda: growing(frozen(Proximal(0.1))),
+    "alike": growing,
+    "in groups": lambda: growing(module(EntropyRegularizer(0.9, 0.1)), samples(batch_size=7)),
+    "kept": lambda: growing(module(optimizer=partial(SGD, momentum=0.9)), optimizer_state="keep"),
+    "logging": lambda: growing(Chatty(nn.Linear(FEATURES, CLASSES), [Proximal(0.1)], SGD)),
+    "PFedMe": lambda: growing(module(optimizer=partial(PFedMe, inner_steps=2))),
+    "RepresentationMatching": lambda: growing(module(RepresentationMatching(0.1))),
+    "FedEM": lambda: growing(FedEM(nn.Linear(FEATURES, CLASSES), 2, SGD)),
+    "BatchNorm": lambda: growing(normalized(), samples(drop_last=True)),
 }
 FAST = ("alike", "logging")
 
@@ -355,5 +352,5 @@ def test_vectorized_local_step_never_waits(tmp_path, name):
 
 
 def test_local_steps_one_by_one_add_no_wait(tmp_path):
-    few, many, _ = count(tmp_path, lambda user: user, of())
+    few, many, _ = count(tmp_path, lambda user: user, growing)
     assert few == many

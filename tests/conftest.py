@@ -1,4 +1,5 @@
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -13,17 +14,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.fabric.utilities import registry
 from torch import nn
 from torch.utils.data import TensorDataset, _utils
-from torchmetrics.classification import MulticlassAccuracy
 
 import tutorial
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.policies import Schedule
+from linear import Foreign
 
 torch.set_num_threads(1)  # as fast for small models, and ten times faster on a busy machine
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -51,38 +51,6 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     rank = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
-
-
-class Foreign(L.LightningModule):
-    """Written without knowledge of this library: BatchNorm, dropout, Adam, a metric, logging."""
-
-    def __init__(self, features=6, classes=3, batchnorm=True, dropout=0.2, optimizer="adam"):
-        super().__init__()
-        norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
-        self.net = nn.Sequential(
-            nn.Linear(features, 8), norm, nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, classes)
-        )
-        self.accuracy = MulticlassAccuracy(classes)
-        self.optimizer = optimizer
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = F.cross_entropy(self.net(x), y)
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        scores = self.net(x)
-        self.accuracy(scores, y)
-        self.log("val_loss", F.cross_entropy(scores, y))
-        self.log("accuracy", self.accuracy)
-
-    def configure_optimizers(self):
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)]
 
 
 class Linear(L.LightningModule):
@@ -199,17 +167,13 @@ def fit(trainer, data):
 def simulate(fit, data):
     """Train a linear classifier of blobs with callbacks; returns it and the loop."""
 
-    def run(
-        *callbacks, rounds=3, wrap=lambda m: m, clients=4, aggregator=None, quiet=True, **options
-    ):
+    def run(*callbacks, rounds=3, wrap=lambda m: m, clients=4, quiet=True, **options):
         torch.manual_seed(0)
         net = torch.nn.Linear(6, 3)
         made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-        of_loop = {"clients_per_round", "client_fraction", "min_clients"}
-        of_loop |= {"sampler", "policy", "seed"}
-        given = {name: options.pop(name) for name in of_loop & options.keys()}
-        given = {"policy": Schedule(num_steps=2), "seed": 3, **given}
-        loop = FederatedLoop(aggregator=aggregator, **given)
+        of_loop = inspect.signature(FederatedLoop).parameters.keys() & options.keys()
+        given = {"policy": Schedule(num_steps=2), "seed": 3}
+        loop = FederatedLoop(**given | {name: options.pop(name) for name in of_loop})
         samples = options.pop("datamodule", None) or data(num_clients=clients)
         with warnings.catch_warnings():  # of clients that are dropped
             if quiet:

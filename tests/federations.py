@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+import linear
 from adapted import Adapted
 from layouts import cifar_layout, mnist_layout, speech_commands_layout, spoken_digits_layout
 from lightning_fl import ClientModule
@@ -61,6 +62,11 @@ def module(*terms, optimizer=SGD):
     return ClientModule(net, terms, optimizer)
 
 
+def with_norm(**options):
+    norm = nn.BatchNorm1d(5, **options)
+    return nn.Sequential(nn.Linear(FEATURES, 5), norm, nn.ReLU(), nn.Linear(5, CLASSES))
+
+
 def matched(net, **options):
     """Match the representations of a network, whose pooling is reversed."""
     return ClientModule(net, [RepresentationMatching(0.01, **options), Proximal(0.1)], SGD)
@@ -72,16 +78,11 @@ def frozen(*terms):
     return made
 
 
-class Foreign(L.LightningModule):
-    """BatchNorm, dropout, Adam, a scheduler a step, a metric, logging; it knows no processes."""
+class Foreign(linear.Foreign):
+    """A scheduler a step, a metric and more logging; it knows no processes."""
 
     def __init__(self, batchnorm=False, dropout=0.2, optimizer=torch.optim.Adam, metric=True):
-        super().__init__()
-        norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
-        self.net = nn.Sequential(
-            nn.Linear(FEATURES, 8), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES)
-        )
-        self.optimizer = optimizer
+        super().__init__(FEATURES, CLASSES, batchnorm, dropout, optimizer)
         self.train_accuracy = MulticlassAccuracy(CLASSES) if metric else None
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
 
@@ -97,14 +98,7 @@ class Foreign(L.LightningModule):
             self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         return loss
 
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        scores = self.net(x)
-        self.accuracy(scores, y)
-        self.log("val_loss", F.cross_entropy(scores, y), batch_size=len(x))
-        self.log("accuracy", self.accuracy)
-
-    test_step = validation_step
+    test_step = linear.Foreign.validation_step
 
     def configure_optimizers(self):
         optimizer = self.optimizer(self.parameters(), lr=0.05)
@@ -298,13 +292,18 @@ def row(made=None, data=None, callbacks=(), trainer=None, **options):
     return Run(made.float(), data, loop, callbacks, {"accelerator": "cpu"} | (trainer or {}))
 
 
+def uneven(*args, **options):
+    """Return a federation whose clients differ in work and rate."""
+    return row(*args, policy=Uneven(), **options)
+
+
 GRID = {"lr": [0.05, 0.1], "num_steps": [1, 2, 3]}
 MATCHED = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
 RANKS = {1: 0.4, 2: 0.6}
 #: Functions of the folder of :func:`write_data` that return a federation.
 ROWS = {
-    "FedAvg, Proximal, uneven steps": lambda root: row(
-        module(Proximal(0.1)), samples(batch_size=7), aggregator=FedAvg("uniform"), policy=Uneven()
+    "FedAvg, Proximal, uneven steps": lambda root: uneven(
+        module(Proximal(0.1)), samples(batch_size=7), aggregator=FedAvg("uniform")
     ),
     "FedOpt, WeightDivergence, WeightedSampler": lambda root: row(
         module(WeightDivergence(0.1)),
@@ -340,22 +339,16 @@ ROWS = {
         aggregator=FedAdam(),
         policy=DiscreteGaussianReinforce(GRID, learn_precision=True),
     ),
-    "FedYogi, APFL": lambda root: row(module(APFL(0.9)), aggregator=FedYogi(), policy=Uneven()),
-    "FedNova, momentum": lambda root: row(
-        module(optimizer=partial(SGD, momentum=0.9)), aggregator=FedNova(), policy=Uneven()
+    "FedYogi, APFL": lambda root: uneven(module(APFL(0.9)), aggregator=FedYogi()),
+    "FedNova, momentum": lambda root: uneven(
+        module(optimizer=partial(SGD, momentum=0.9)), aggregator=FedNova()
     ),
     "Scaffold I, Quantize": lambda root: row(
         aggregator=Scaffold("I"), update_transforms=[TopK(0.3), Quantize(4)], clients_per_round=3
     ),
-    "Scaffold II": lambda root: row(
-        aggregator=Scaffold("II"), clients_per_round=4, policy=Uneven()
-    ),
-    "FedDyn, TopK": lambda root: row(
-        aggregator=FedDyn(0.1), update_transforms=[TopK(0.3)], policy=Uneven()
-    ),
-    "FedExP, FedNTD": lambda root: row(
-        module(FedNTD(temperature=2.0)), aggregator=FedExP(), policy=Uneven()
-    ),
+    "Scaffold II": lambda root: uneven(aggregator=Scaffold("II"), clients_per_round=4),
+    "FedDyn, TopK": lambda root: uneven(aggregator=FedDyn(0.1), update_transforms=[TopK(0.3)]),
+    "FedExP, FedNTD": lambda root: uneven(module(FedNTD(temperature=2.0)), aggregator=FedExP()),
     "FedCM, FedLC": lambda root: row(
         module(FedLC()), samples(batch_size=7), aggregator=FedCM(), clients_per_round=3
     ),
@@ -363,22 +356,17 @@ ROWS = {
         module(FedRS(0.5), FedDecorr()),
         policy=PersonalizedPolicyGradient([{"alpha": 0.2}, {"alpha": 0.8}]),
     ),
-    "FedProto, local networks": lambda root: row(
-        module(FedProto()),
-        samples(batch_size=7),
-        local_parameters=["net.*"],
-        policy=Uneven(),
-        clients_per_round=3,
+    "FedProto, local networks": lambda root: uneven(
+        module(FedProto()), samples(batch_size=7), local_parameters=["net.*"], clients_per_round=3
     ),
-    "FedRoD, clients with uneven work": lambda root: row(
-        module(FedRoD()), samples(batch_size=7), policy=Uneven(), clients_per_round=3
+    "FedRoD, clients with uneven work": lambda root: uneven(
+        module(FedRoD()), samples(batch_size=7), clients_per_round=3
     ),
-    "FedSAM, PowerOfChoice": lambda root: row(
+    "FedSAM, PowerOfChoice": lambda root: uneven(
         FedSAM(nn.Linear(FEATURES, CLASSES), adaptive=True, optimizer=SGD),
         aggregator=PowerOfChoice(),
         sampler=HighLossSampler(4),
         clients_per_round=2,
-        policy=Uneven(),
     ),
     "QFedAvg, FromDataModule": lambda root: row(
         MLPClassifier([FEATURES, 4, CLASSES]),
@@ -415,50 +403,33 @@ ROWS = {
         aggregator=FedPIDAvg(cancellation=0.0),
         policy=Schedule(num_steps=1),
     ),
-    "ClusteredFL, RunReport": lambda root: row(
+    "ClusteredFL, RunReport": lambda root: uneven(
         None,
         samples(local_test_size=0.3, partition=Dirichlet(0.5, min_size=10)),
         [RunReport()],
         aggregator=ClusteredFL(eps1=99.0, eps2=0.0, warmup=0, min_size=2),
-        policy=Uneven(),
     ),
-    "Gossip, a foreign module": lambda root: row(
-        Foreign(), aggregator=Gossip("ring"), policy=Uneven()
-    ),
-    "FedALA, PersonalizedEvaluation": lambda root: row(
+    "Gossip, a foreign module": lambda root: uneven(Foreign(), aggregator=Gossip("ring")),
+    "FedALA, PersonalizedEvaluation": lambda root: uneven(
         module(),
         samples(local_test_size=0.3, partition=Dirichlet(0.5, min_size=10)),
         [PersonalizedEvaluation(steps=0)],
         aggregator=FedALA(first_passes=2),
-        policy=Uneven(),
         clients_per_round=4,
     ),
-    "FedAMP, Proximal": lambda root: row(
-        module(Proximal(0.5)), aggregator=FedAMP(), policy=Uneven(), clients_per_round=3
+    "FedAMP, Proximal": lambda root: uneven(
+        module(Proximal(0.5)), aggregator=FedAMP(), clients_per_round=3
     ),
-    "HeteroFL, BatchNorm": lambda root: row(
-        ClientModule(
-            nn.Sequential(
-                nn.Linear(FEATURES, 5),
-                nn.BatchNorm1d(5, track_running_stats=False),
-                nn.ReLU(),
-                nn.Linear(5, CLASSES),
-            ),
-            optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        ),
+    "HeteroFL, BatchNorm": lambda root: uneven(
+        ClientModule(with_norm(track_running_stats=False), optimizer=partial(SGD, momentum=0.9)),
         samples(drop_last=True),
         aggregator=HeteroFL([1, 0.5, 0.2], drawn=True, window="rolling"),
-        policy=Uneven(),
         clients_per_round=4,
     ),
-    "IFCA, BatchNorm": lambda root: row(
-        ClientModule(
-            nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)),
-            optimizer=SGD,
-        ),
+    "IFCA, BatchNorm": lambda root: uneven(
+        with_norm(),
         samples(drop_last=True),
         aggregator=IFCA(3),
-        policy=Uneven(),
         clients_per_round=4,
     ),
     "CoordinateMedian, Backdoor": lambda root: row(
@@ -512,7 +483,7 @@ ROWS = {
         sampler=AsynchronousSampler(4),
         clients_per_round=1,
     ),
-    "FlexLoRA": lambda root: row(Adapted(2), aggregator=FlexLoRA(RANKS), policy=Uneven()),
+    "FlexLoRA": lambda root: uneven(Adapted(2), aggregator=FlexLoRA(RANKS)),
     "ZeroPadding": lambda root: row(Adapted(2), aggregator=ZeroPadding(RANKS, "norm")),
     "FedEM": lambda root: row(FedEM(nn.Linear(FEATURES, CLASSES), 2, SGD), clients_per_round=3),
     "FedEM, Gossip": lambda root: row(
@@ -558,16 +529,15 @@ ROWS = {
         [EarlyStopping("val_loss", patience=1)],
     ),
     "a schedule that ends with the run": lambda root: row(Scheduled(), clients_per_round=4),
-    "two optimizers, kept": lambda root: row(
-        Adversaries(), policy=Uneven(), optimizer_state="keep", clients_per_round=4
+    "two optimizers, kept": lambda root: uneven(
+        Adversaries(), optimizer_state="keep", clients_per_round=4
     ),
-    "accumulated gradients": lambda root: row(
-        Foreign(metric=False), policy=Uneven(), trainer={"accumulate_grad_batches": 2}
+    "accumulated gradients": lambda root: uneven(
+        Foreign(metric=False), trainer={"accumulate_grad_batches": 2}
     ),
-    "PFedMe, batches that are weighted": lambda root: row(
+    "PFedMe, batches that are weighted": lambda root: uneven(
         module(optimizer=partial(PFedMe, inner_steps=2)),
         samples(batch_size=None),
-        policy=Uneven(),
         optimizer_state="keep",
         clients_per_round=3,
     ),
@@ -581,14 +551,9 @@ ROWS = {
         TextTransformer(7, 7, 4, 1, 1, length=5), rows_of_texts()
     ),
     "CharLSTM": lambda root: row(CharLSTM(7, 2, 3, 1), sequences()),
-    "Digits, rotated": lambda root: row(
+    "Digits, augmented": lambda root: uneven(
         MLPClassifier([64, 4, 10]),
-        Digits(num_clients=2, batch_size=16, client_rotations=[0, 90], seed=1),
-    ),
-    "Digits, augmented": lambda root: row(
-        MLPClassifier([64, 4, 10]),
-        Digits(num_clients=3, batch_size=8, augment=True, seed=1),
-        policy=Uneven(),
+        Digits(num_clients=3, batch_size=8, augment=True, client_rotations=[0, 90, 180], seed=1),
     ),
     "MNIST, LeNet": lambda root: row(LeNet(), small(MNIST, root, val_size=4)),
     "FashionMNIST": lambda root: row(

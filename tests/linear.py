@@ -1,4 +1,4 @@
-"""A linear classifier, for tests of modules that do something more."""
+"""A linear classifier, for tests of modules that do something more, and one that does much."""
 
 from functools import partial
 
@@ -6,6 +6,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -39,3 +40,35 @@ class WithoutForward(Linear):
     """It computes its loss in ``training_step`` alone."""
 
     forward = L.LightningModule.forward
+
+
+class Foreign(L.LightningModule):
+    """Written without knowledge of this library: BatchNorm, dropout, Adam, a metric, logging."""
+
+    def __init__(self, features=6, classes=3, batchnorm=True, dropout=0.2, optimizer="adam"):
+        super().__init__()
+        norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
+        self.net = nn.Sequential(
+            nn.Linear(features, 8), norm, nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, classes)
+        )
+        self.accuracy = MulticlassAccuracy(classes)
+        self.optimizer = optimizer
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self.net(x)
+        self.accuracy(scores, y)
+        self.log("val_loss", F.cross_entropy(scores, y))
+        self.log("accuracy", self.accuracy)
+
+    def configure_optimizers(self):
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)]

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
@@ -289,31 +289,14 @@ def _made(func, args, kwargs):
     return host.to(device).requires_grad_(requires_grad)
 
 
-class PretendAccelerator(Accelerator):
+class PretendAccelerator(CPUAccelerator):
     """What Lightning asks of an accelerator."""
 
     def setup_device(self, device): ...
 
-    def teardown(self): ...
-
-    def get_device_stats(self, device):
-        return {}
-
-    @staticmethod
-    def parse_devices(devices):
-        return [0]
-
     @staticmethod
     def get_parallel_devices(devices):
         return [torch.device(NAME, 0)]
-
-    @staticmethod
-    def auto_device_count():
-        return 1
-
-    @staticmethod
-    def is_available():
-        return True
 
     @staticmethod
     def name():

@@ -129,13 +129,6 @@ class Fail(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def of(*args, **options):
-    """Return a function that makes a federation, whose arguments are made anew."""
-    return lambda: row(
-        *(each() for each in args), **{name: value() for name, value in options.items()}
-    )
-
-
 def vectorized(make, **options):
     """Return a function that makes a federation of vectorized clients."""
 
@@ -154,42 +147,40 @@ KEPT = "BatchNorm, kept"
 ACTS = "BatchNorm, a policy that learns", "plateau, EarlyStopping"
 #: Of the table: what two processes of ``test_federations.py`` do not show.
 TABLE = (KEPT, *ACTS)
-ONE = {"clients_per_round": lambda: 1}
-drop_last = partial(samples, drop_last=True)
 #: Functions that make federations: rows of the table, and what is about processes.
 CASES = {name: partial(ROWS[name], None) for name in TABLE} | {
-    "one client, median": of(aggregator=CoordinateMedian, **ONE),
-    "lost clients": of(aggregator=GeometricMedian, policy=Uneven, callbacks=lambda: [Lose()]),
-    "started by hooks": of(
-        Late,
-        drop_last,
-        local_parameters=lambda: ["type:_BatchNorm", "net.4.*"],
-        policy=lambda: Schedule(num_steps=3, phases=[Phase("local", num_steps=1), Phase("shared")]),
+    "one client, median": lambda: row(aggregator=CoordinateMedian(), clients_per_round=1),
+    "lost clients": lambda: row(aggregator=GeometricMedian(), policy=Uneven(), callbacks=[Lose()]),
+    "started by hooks": lambda: row(
+        Late(),
+        samples(drop_last=True),
+        local_parameters=["type:_BatchNorm", "net.4.*"],
+        policy=Schedule(num_steps=3, phases=[Phase("local", num_steps=1), Phase("shared")]),
     ),
-    "logs of hooks, processes that join": of(
-        Logging, sampler=Growing, policy=Uneven, callbacks=lambda: [Counting()]
+    "logs of hooks, processes that join": lambda: row(
+        Logging(), sampler=Growing(), policy=Uneven(), callbacks=[Counting()]
     ),
-    "vectorized": vectorized(of(policy=Uneven), fixed_groups=False),
-    "vectorized, fixed groups": vectorized(of(aggregator=FedAdam, policy=Uneven)),
+    "vectorized": vectorized(lambda: row(policy=Uneven()), fixed_groups=False),
+    "vectorized, fixed groups": vectorized(lambda: row(aggregator=FedAdam(), policy=Uneven())),
     "vectorized, augmented": vectorized(partial(ROWS["Digits, augmented"], None)),
 }
 #: The same for processes that share the samples of a client's batches.
 SHARED = {
-    "uneven": of(lambda: module(Proximal(0.1)), partial(samples, batch_size=8), policy=Uneven),
-    "control variates": of(aggregator=lambda: Staged([2], [Scaffold("I"), Scaffold("II")])),
-    "batchnorm": of(
-        lambda: Measured(batchnorm=True, dropout=0.0, optimizer=MOMENTUM),
+    "uneven": lambda: row(module(Proximal(0.1)), samples(batch_size=8), policy=Uneven()),
+    "control variates": lambda: row(aggregator=Staged([2], [Scaffold("I"), Scaffold("II")])),
+    "batchnorm": lambda: row(
+        Measured(batchnorm=True, dropout=0.0, optimizer=MOMENTUM),
         # Two samples of every batch for each of three processes: BatchNorm cannot train on one.
-        partial(samples, drop_last=True, partition=IID(), batch_size=8),
-        aggregator=FedControl,
-        policy=Learner,
-        buffers=lambda: "local",
+        samples(drop_last=True, partition=IID(), batch_size=8),
+        aggregator=FedControl(),
+        policy=Learner(),
+        buffers="local",
     ),
-    "kept": of(
-        lambda: Foreign(dropout=0.0, optimizer=MOMENTUM),
-        partial(samples, batch_size=None),
-        optimizer_state=lambda: "keep",
-        clients_per_round=lambda: 4,
+    "kept": lambda: row(
+        Foreign(dropout=0.0, optimizer=MOMENTUM),
+        samples(batch_size=None),
+        optimizer_state="keep",
+        clients_per_round=4,
     ),
 }
 
@@ -282,7 +273,7 @@ def fail(how, devices, out):
 def miss_a_metric(devices, out):
     """Log a metric of which only one process knows."""
     quiet()
-    CASES["one client"] = of(Foreign, **ONE)
+    CASES["one client"] = lambda: row(Foreign(), clients_per_round=1)
     fit("one client", devices, out)
 
 

@@ -20,12 +20,8 @@ def test_federations_give_the_same_on_the_pretend_accelerator(subtests, tmp_path
     """Once it is known to torch it stays, so another process runs ``accelerator_cases.py``."""
     report = tmp_path / "cases.xml"
     options = ["-n0", "-q", "--tb=short", "-m", cases, f"--junitxml={report}"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, CASES],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pytest", *options, CASES]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert report.exists(), run.stdout + run.stderr
     found = list(ElementTree.parse(report).iter("testcase"))
     assert len(found) > 10, run.stdout
