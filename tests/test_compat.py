@@ -1,5 +1,6 @@
 """A package that imports pytorch_lightning gets lightning."""
 
+import inspect
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -9,30 +10,16 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+import tutorial
 from lightning_fl import FederatedDataModule, FederatedLoop
 from lightning_fl.types import FederationError
 
+#: A package as the tutorials of its time wrote it.
 PACKAGE = """
-import torch
-import pytorch_lightning as pl
 from lightning_fabric.utilities.seed import seed_everything
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
-
-class Theirs(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-"""
+""" + inspect.getsource(tutorial).replace("lightning.pytorch", "pytorch_lightning")
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +45,9 @@ def test_a_module_of_pytorch_lightning_is_one_of_lightning(tmp_path, monkeypatch
     assert theirs.Callback is L.pytorch.callbacks.Callback
     assert theirs.seed_everything is L.seed_everything
     assert L.pytorch.__spec__.name == "lightning.pytorch"
-    data = FederatedDataModule(TensorDataset(torch.rand(20, 4)), num_clients=2, val_size=0)
-    trainer(loop := FederatedLoop(), 1).fit(theirs.Theirs(), datamodule=data)
+    samples = TensorDataset(torch.rand(20, 4), torch.arange(20) % 2)
+    data = FederatedDataModule(samples, num_clients=2, val_size=10)
+    trainer(loop := FederatedLoop(), 1).fit(theirs.Net(), datamodule=data)
     assert len(loop.rows) == 1
 
 

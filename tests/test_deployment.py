@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import pages
+from child import python
 
 PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "deployment.md"
 #: What ``srun`` does for two nodes with one task each: on each node the command, which learns from
@@ -79,8 +80,7 @@ def state(folder, runs="digits"):
 def alone(tmp_path_factory):
     """The model that one process trains."""
     folder = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, "-m", "lightning_fl", *arguments()]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=240)
+    python("-m", "lightning_fl", *arguments(), cwd=folder, timeout=240)
     return state(folder)
 
 
@@ -91,21 +91,11 @@ def assert_same(found, expected):
 
 @pytest.mark.slow
 def test_two_launchers_of_torchrun_train_as_one_process(tmp_path, started, alone):
-    parallel = (
-        "--trainer.strategy=client_parallel",
-        "--trainer.num_nodes=2",
-        "--trainer.devices=1",
-    )
-    launcher = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
-        *(
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=127.0.0.1:{free_port()}",
-            "--local-addr=127.0.0.1",
-        ),
-        *("-m", "lightning_fl", *arguments(*parallel)),
-    ]
-    nodes = [started(launcher, tmp_path, f"node{i}.txt") for i in range(2)]
+    parallel = "--trainer.strategy=client_parallel --trainer.num_nodes=2 --trainer.devices=1"
+    launcher = "-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
+    launcher += f" --rdzv-endpoint=127.0.0.1:{free_port()} --local-addr=127.0.0.1 -m lightning_fl"
+    command = [sys.executable, *launcher.split(), *arguments(*parallel.split())]
+    nodes = [started(command, tmp_path, f"node{i}.txt") for i in range(2)]
     for node in nodes:
         assert node.wait(240) == 0, [p.read_text()[-3000:] for p in tmp_path.glob("node*.txt")]
     assert_same(state(tmp_path), alone)

@@ -2,9 +2,8 @@ import inspect
 import pkgutil
 import re
 import shutil
-import subprocess
-import sys
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from lightning.pytorch import Trainer
 import extras
 import lightning_fl
 import pages
+from child import python
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -38,6 +38,7 @@ LONG = (
     *("your_module", "your_rule"),
 )
 SLOW = [page for page in PAGES if "slow\n" in page.read_text()]
+name_of = attrgetter("stem")
 #: A signature in the reference, and what of it nobody could have written.
 SIGNATURE = r"<dt class=\"sig.*?</dt>"
 INTERNAL = r"lambda&gt;|&lt;function|&lt;class|&lt;object|&lt;factory|0x[0-9a-f]{6,}"
@@ -55,7 +56,7 @@ expected = pytest.mark.filterwarnings(
         *extras.marked([p for p in PAGES if p.stem not in LONG]),
         *extras.marked([p for p in PAGES if p.stem in LONG], pytest.mark.slow),
     ],
-    ids=lambda page: page.stem,
+    ids=name_of,
 )
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, here, monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of a page before
@@ -64,9 +65,19 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page, here, monkeypatch
 
 @pytest.mark.slow
 @expected
-@pytest.mark.parametrize("page", SLOW, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", SLOW, ids=name_of)
 def test_the_slow_code_of_a_page_runs_too(page, here):
     pages.run(page, but=("not-run",))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the packages
+@pytest.mark.parametrize("page", [p for p in PAGES if "needs=" in p.read_text()], ids=name_of)
+def test_the_code_of_a_page_runs_with_the_extras_that_it_needs(page, here):
+    """With `make extras`, which installs them."""
+    for package in re.findall(r"needs=(\w+)", page.read_text()):
+        pytest.importorskip(package, reason="needs an extra: make extras")
+    pages.run(page)
 
 
 @expected
@@ -113,9 +124,7 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path, m
     for name in ("PYTHONPATH", "PYTHONWARNINGS"):  # conf.py sets them
         monkeypatch.setenv(name, "")
     # Not in this process, where autodoc would leave other default values in all functions.
-    command = [sys.executable, "-m", "sphinx", *strict, *quick, tmp_path / "docs", site]
-    built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert built.returncode == 0, built.stderr
+    python("-m", "sphinx", *strict, *quick, tmp_path / "docs", site, cwd=ROOT)
     api = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     known = set(re.findall(r'<dt [^>]*id="([\w.]+)"', api))
     assert set(public()) - known == set()
@@ -133,6 +142,6 @@ def trainer():
 
 
 def test_every_relative_link_leads_somewhere():
-    for page in DOCS.rglob("*.md"):
+    for page in [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "examples" / "README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page} links to {target}"

@@ -3,8 +3,6 @@
 import ast
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +10,8 @@ import joblib
 import numpy as np
 import pytest
 from sklearn.datasets import get_data_home
+
+from child import python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -35,16 +35,8 @@ def promised(script):
 
 def run(script, folder, *options, **environment):
     """Run a script in a folder; return the last line that it prints."""
-    done = subprocess.run(
-        [sys.executable, str(script), *options],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, **environment}
+    done = python(script, *options, cwd=folder, env=environment, timeout=1800)
     return done.stdout.splitlines()[-1]
 
 
@@ -74,9 +66,7 @@ def test_the_gallery_has_a_row_for_a_script(script):
     assert f"| {seconds} s |" in row
 
 
-def test_the_gallery_leads_somewhere_and_the_site_shows_every_script():
-    for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", GALLERY):
-        assert (EXAMPLES / target).exists(), target
+def test_the_site_shows_every_script():
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
     shown = re.findall(r"\{literalinclude\} \.\./examples/(\w+\.py)", page)
     assert sorted(shown) == [script.name for script in SCRIPTS]

@@ -12,6 +12,7 @@ import torch
 
 from lightning_fl import files
 from lightning_fl.files import FolderLock, csv_text, write_atomically
+from lightning_fl.partition import IID, Manifest
 from lightning_fl.types import FederationError
 
 
@@ -47,6 +48,18 @@ def other():
     yield start
     for process in started:
         process.kill()
+
+
+def test_large_files_are_not_read(tmp_path, monkeypatch):
+    """A manifest from a stranger is refused in clear words."""
+    path, parts = tmp_path / "split.json", [torch.arange(3), torch.arange(3, 6)]
+    Manifest.of(IID(), parts, torch.arange(6) % 2, seed=0).write(path)
+    monkeypatch.setattr(files, "MOST_BYTES", path.stat().st_size)
+    Manifest.read(path)
+    path.write_text(path.read_text() + " ")
+    for large in (path, "/dev/zero"):
+        with pytest.raises(FederationError, match=r"more than the \d+ bytes that .*MOST_BYTES"):
+            Manifest.read(large)
 
 
 def names(folder):

@@ -2,7 +2,6 @@ import importlib
 import importlib.metadata
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -17,6 +16,8 @@ import lightning_fl
 import lightning_fl.callbacks
 import lightning_fl.datamodules
 import try_release
+from child import python
+from grids import others_slow
 from lightning_fl.cli import quick
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,9 +37,7 @@ def modules() -> set[str]:
 
 def build(source: Path, out: Path, *options: str) -> Path:
     """Run the build front end without a network; return what it made."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "build", "--no-isolation", "--outdir", out, *options, source)
     (made,) = out.iterdir()
     return made
 
@@ -77,25 +76,23 @@ def without_links(checkout, tmp_path_factory):
     return copy
 
 
+@pytest.fixture(scope="module")
+def unpacked(sdist, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return source
+
+
 @pytest.fixture(
-    scope="module",
-    params=[
-        "from the checkout",
-        pytest.param("from the sdist", marks=pytest.mark.slow),
-        pytest.param("without links", marks=pytest.mark.slow),
-    ],
+    scope="module", params=others_slow(["built"], ["built", "unpacked", "without_links"])
 )
 def wheel(request, tmp_path_factory):
-    if request.param == "from the checkout":
-        return request.getfixturevalue("built")
-    if request.param == "without links":
-        source = request.getfixturevalue("without_links")
-        return build(source, tmp_path_factory.mktemp("wheel"), "--wheel")
-    unpacked = tmp_path_factory.mktemp("unpacked")
-    with tarfile.open(request.getfixturevalue("sdist")) as archive:
-        archive.extractall(unpacked, filter="data")
-    (source,) = unpacked.iterdir()
-    return build(source, tmp_path_factory.mktemp("wheel"), "--wheel")
+    """Wheels of the checkout, of the sdist, and of a checkout without links."""
+    source = request.getfixturevalue(request.param)
+    is_built = request.param == "built"
+    return source if is_built else build(source, tmp_path_factory.mktemp("wheel"), "--wheel")
 
 
 def test_three_relative_links_and_no_other_lead_into_the_package():
@@ -105,9 +102,7 @@ def test_three_relative_links_and_no_other_lead_into_the_package():
 
 
 def test_a_checkout_whose_links_are_text_files_says_what_to_do(without_links):
-    command = [sys.executable, "-c", "import lightning_fl"]
-    done = subprocess.run(command, cwd=without_links, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = python("-c", "import lightning_fl", cwd=without_links, expect=1)
     assert "ImportError" in done.stderr
     assert "git clone -c core.symlinks=true, or run pip install ." in done.stderr
 
@@ -209,18 +204,12 @@ def test_the_wheel_runs_a_config_that_it_brings(built, tmp_path):
     """That of the checkout: the test above says that the other holds the same."""
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-compile"]
-    subprocess.run([*pip, "--target", str(site), str(built)], check=True, capture_output=True)
+    install = ("-m", "pip", "install", "--no-deps", "--no-index", "--no-compile")
+    python(*install, "--target", site, built)
     options = ["fit", "--config", "digits.yaml", "--trainer.max_epochs=1"]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, *options, "--federation.policy.init_args.num_steps=1"],
-        cwd=empty,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    options.append("--federation.policy.init_args.num_steps=1")
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = python("-c", RUN, *options, cwd=empty, env=environment)
     written = yaml.safe_load((empty / "runs/digits/version_0/config.yaml").read_text())
     assert written["data"]["class_path"].endswith("Digits")
     assert Path(done.stdout.splitlines()[0]).is_relative_to(site)

@@ -162,9 +162,7 @@ def test_a_new_project_runs(monkeypatch, tmp_path, capsys):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["trainer"]["max_epochs"] == 30
     with quick_cli.no_pictures():
-        quick_cli.call(
-            *("fit", "--config", "config.yaml", "--trainer.max_epochs=2"),
-        )
+        quick_cli.call("fit", "--config", "config.yaml", "--trainer.max_epochs=2")
     assert "val_acc" in capsys.readouterr().out
     rounds = (folder / "runs" / "version_0" / "rounds.csv").read_text().splitlines()
     assert len(rounds) == 3

@@ -19,8 +19,7 @@ import sys
 import time
 import tomllib
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -186,16 +185,6 @@ def build(folder: Path) -> Path:
     return wheel
 
 
-@contextmanager
-def wheel_to_try(path: Path | None) -> Iterator[Path]:
-    """Yield the absolute path of a wheel; None builds one for the time of the block."""
-    if path is not None:
-        yield path.resolve(strict=True)
-        return
-    with TemporaryDirectory(prefix="try_release_") as folder:
-        yield build(Path(folder))
-
-
 def main() -> None:
     """Try the release and print a table."""
     parser = ArgumentParser(description="Try a release as its users get it.")
@@ -213,7 +202,8 @@ def main() -> None:
         return
     failed = False
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|", flush=True)
-    with wheel_to_try(asked.wheel) as wheel:
+    with TemporaryDirectory(prefix="try_release_") as folder:
+        wheel = asked.wheel.resolve(strict=True) if asked.wheel else build(Path(folder))
         for resolution, python in product(asked.resolution, asked.python):
             if (resolution, python) == ("lowest", NEWEST_ONLY):
                 continue

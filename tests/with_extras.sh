@@ -19,4 +19,4 @@ fi
 export FLWR_TELEMETRY_ENABLED=0 RAY_USAGE_STATS_ENABLED=0 WANDB_MODE=offline
 PYTHONPATH=. timeout 2400 "$python" -m pytest -m "slow or not slow" -W "ignore:'click:DeprecationWarning" \
     lightning_fl/integrations tests/integrations tests/report/test_tracking.py \
-    tests/test_pages_of_extras.py
+    tests/test_docs.py::test_the_code_of_a_page_runs_with_the_extras_that_it_needs
