@@ -31,7 +31,6 @@ from federations import (
     normalized,
     row,
     samples,
-    write_data,
 )
 from frozen import frozen_once
 from lightning_fl import ClientModule, VectorizedClients
@@ -53,13 +52,6 @@ NAME = "cuda" if ON_A_GPU else pretend.NAME
 @pytest.fixture(scope="session", autouse=True)
 def device():
     return torch.device(NAME, 0) if ON_A_GPU else pretend.install()
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
 
 
 # --- how federations are trained ------------------------------------------------------------------

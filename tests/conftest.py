@@ -193,6 +193,16 @@ def data_root():
     return root
 
 
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    """Where the rows of ``federations.py`` find small data sets."""
+    from federations import write_data  # imports all rules, terms and data modules
+
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
 @pytest.fixture
 def flat():
     """All of a module's parameters and buffers as one vector."""
@@ -217,6 +227,27 @@ def quick_pictures(request):
 
     with nullcontext() if "pictures" in request.fixturenames else no_pictures():
         yield
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch, capsys):
+    """Run the command line in this process; returns what it printed."""
+    import quick_cli  # imports the command line, which few tests need
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args, expect=0):
+        monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+        try:
+            quick_cli.call(*args)
+            code = 0
+        except SystemExit as error:
+            code = error.code or 0
+        out = capsys.readouterr()
+        assert code == expect, out.err
+        return out.out + out.err
+
+    return run
 
 
 @pytest.fixture

@@ -37,25 +37,6 @@ RUN = Path("runs", "digits", "version_0")
 pytestmark = pytest.mark.usefixtures("quick_pictures")
 
 
-@pytest.fixture
-def cli(tmp_path, monkeypatch, capsys):
-    """Run the command line in this process; returns what it printed, and its exit code."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*args, expect=0):
-        monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-        try:
-            quick_cli.call(*args)
-            code = 0
-        except SystemExit as error:
-            code = error.code or 0
-        out = capsys.readouterr()
-        assert code == expect, out.err
-        return out.out + out.err
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder in which ``FIT`` was called, and a copy of what it has left."""

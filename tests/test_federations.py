@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from federations import CLIENTS, LONG, NOT_VECTORIZED, ROWS, write_data
+from federations import CLIENTS, LONG, NOT_VECTORIZED, ROWS
 from frozen import frozen_once
 from lightning_fl import (
     aggregators,
@@ -36,13 +36,6 @@ ON_PROCESSES = (
 )
 #: Rows that count steps: one client is compared with Lightning without a loop.
 PLAIN = "accumulated gradients", "two optimizers, kept", "a schedule that ends with the run"
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import quick_cli
 from child import python
-from lightning_fl.cli import main, quick
+from lightning_fl.cli import quick
 from lightning_fl.cli.arguments import COMMANDS, OF_TRAINER, named_runs, with_configs
 
 ROOT = Path(__file__).parents[1]
@@ -60,27 +60,20 @@ def test_configuration_of_the_package_is_found_unless_there_is_a_file(words, mon
     assert with_configs(words) == words
 
 
-def test_help_names_all_commands_and_the_version_is_printed(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert re.fullmatch(r"lightning-fl \d+\.\d+\.\d+\n", capsys.readouterr().out)
-    with pytest.raises(SystemExit, match="0"):
-        main([])
-    shown = " ".join(capsys.readouterr().out.split())
+def test_help_names_all_commands_and_the_version_is_printed(cli):
+    assert re.fullmatch(r"lightning-fl \d+\.\d+\.\d+\n", cli("--version"))
+    shown = " ".join(cli().split())
     assert all(f"{name} {text}" in shown for name, text in COMMANDS.items())
     assert LightningCLI.subcommands().keys() == set(OF_TRAINER)
 
 
 @pytest.mark.parametrize("words", [["rapport"], ["configs", "--sort"], ["check", "--rounds", "x"]])
-def test_mistyped_word_is_named(words, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert words[-1] in capsys.readouterr().err
+def test_mistyped_word_is_named(words, cli):
+    assert words[-1] in cli(*words, expect=2)
 
 
-def test_every_config_is_listed_with_a_description(capsys):
-    main(["configs"])
-    lines = capsys.readouterr().out.splitlines()
+def test_every_config_is_listed_with_a_description(cli):
+    lines = cli("configs").splitlines()
     names = {
         path.relative_to(ROOT / "configs").as_posix() for path in ROOT.glob("configs/**/*.yaml")
     }
@@ -92,26 +85,22 @@ def test_every_config_is_listed_with_a_description(capsys):
         assert not re.match(r"(Data is read|Not run|test_acc|val_acc|accuracy)", description), line
 
 
-def test_methods_are_searched(capsys):
-    main(["methods", "DITTO"])
-    out = capsys.readouterr().out
+def test_methods_are_searched(cli):
+    out = cli("methods", "DITTO")
     assert "objectives.Ditto" in out
     assert "ditto_mnist.yaml" in out
     assert "FedAvg" not in out
-    main(["methods"])
-    every = capsys.readouterr().out
+    every = cli("methods")
     assert "FedBuff" in every
     assert not re.search(r"\]\(|\(results\)|`", every)
-    with pytest.raises(SystemExit, match="2"):
-        main(["methods", "no such method"])
+    cli("methods", "no such method", expect=2)
 
 
-def test_a_wheel_has_the_page_of_methods_elsewhere(monkeypatch, tmp_path, capsys):
+def test_a_wheel_has_the_page_of_methods_elsewhere(monkeypatch, tmp_path, cli):
     page = tmp_path / "index.md"
     page.write_text("## Mine\n\n| a | b |\n|---|---|\n| my method | `Name` |\n")
     monkeypatch.setattr(quick, "METHODS", (tmp_path / "missing.md", page))
-    main(["methods"])
-    assert capsys.readouterr().out == "Mine: my method\n    Name\n"
+    assert cli("methods") == "Mine: my method\n    Name\n"
 
 
 def test_folders_of_a_report_can_be_named(monkeypatch, tmp_path):
@@ -136,36 +125,29 @@ def test_reader_of_the_output_may_leave():
     assert process.returncode == 0
 
 
-def test_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path, capsys):
+def test_folder_that_cannot_be_written_is_named(monkeypatch, cli):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied", "there")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(SystemExit, match="2"):
-        main(["init", str(tmp_path / "there")])
-    assert "there: Permission denied: choose another folder" in capsys.readouterr().err
+    assert "there: Permission denied: choose another folder" in cli("init", "there", expect=2)
 
 
-def test_a_new_project_runs(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    main(["init", "my own"])
-    assert "Next: cd 'my own' && lightning-fl fit" in capsys.readouterr().out
+def test_a_new_project_runs(monkeypatch, tmp_path, cli):
+    assert "Next: cd 'my own' && lightning-fl fit" in cli("init", "my own")
     folder = tmp_path / "my own"
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.yaml", "module.py"}
     assert (folder / "README.md").read_text().startswith("# my own\n")
-    with pytest.raises(SystemExit, match="2"):
-        main(["init", "my own"])
-    assert "my own exists and is not empty" in capsys.readouterr().err
+    assert "my own exists and is not empty" in cli("init", "my own", expect=2)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "module", raising=False)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["trainer"]["max_epochs"] == 30
     with quick_cli.no_pictures():
-        quick_cli.call("fit", "--config", "config.yaml", "--trainer.max_epochs=2")
-    assert "val_acc" in capsys.readouterr().out
+        assert "val_acc" in cli("fit", "--config", "config.yaml", "--trainer.max_epochs=2")
     rounds = (folder / "runs" / "version_0" / "rounds.csv").read_text().splitlines()
     assert len(rounds) == 3
-    quick_cli.call("predict", "--config", "config.yaml")
+    cli("predict", "--config", "config.yaml")
     assert (folder / "runs" / "version_0" / "predictions.pt").is_file()
     monkeypatch.delitem(sys.modules, "module")

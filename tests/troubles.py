@@ -15,11 +15,12 @@ from lightning_fl.partition import ByLabel
 from lightning_fl.policies import Schedule
 from lightning_fl.testing import Run
 
-COUNTS = {"global": 0}
-
 
 class Helper:
     calls = 0
+
+
+GLOBAL = Helper()
 
 
 def furnish(module):
@@ -80,11 +81,6 @@ def in_a_closure():
     return factor
 
 
-def in_a_global(module):
-    COUNTS["global"] += 1
-    return 1.0 + 0.1 * COUNTS["global"]
-
-
 def logged_loss(module):
     """Use what others have logged."""
     factor = 1 + module.trainer.callback_metrics.get("logged", 0)
@@ -118,7 +114,7 @@ CARRIED = {
     "logged loss": logged_loss,
     "mode": of_a_mode,
     "closure": lambda m: m.closure(m),
-    "global": in_a_global,
+    "global": counted(lambda m: GLOBAL, "calls"),
     "begins in the second round": lambda m: appended(m) if m.current_epoch else 1.0,
 }
 #: Factors by which no client affects another.

@@ -186,23 +186,17 @@ def test_a_graph_for_smaller_batches_leaves_out_what_they_do_not_use(
     agree(lambda: tiny(Narrow, decayed), (4,), (1, 3), batches_of_ten, compile=True, steps=4)
 
 
-class Addresses(Linear):
-    """Notes where the first parameter of each client lies."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def on_client_start(self):
-        self.found.append(self.net.weight.data_ptr())
-
-
 def test_groups_of_other_sizes_train_in_the_same_memory(train, tiny, data):
     """A CUDA graph can be launched again where nothing has moved."""
-    module = tiny(Addresses)
-    train(module, 3, datamodule=data(num_clients=5), federation={"policy": Schedule()})
-    assert len(set(module.found)) == 3
-    assert module.found[3] == module.found[0]
+    found = []
+
+    class Notes(tiny.kind):
+        def on_client_start(self):
+            found.append(self.net[0].weight.data_ptr())
+
+    train(tiny(Notes), 3, datamodule=data(num_clients=5), federation={"policy": Schedule()})
+    assert len(set(found)) == 3
+    assert found[3] == found[0]
 
 
 def test_a_step_may_write_to_its_parameters_after_the_first(agree, tiny):
