@@ -17,21 +17,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+import federations
 import pretend
-from federations import (
-    CLASSES,
-    CLIENTS,
-    FEATURES,
-    LONG,
-    NOT_VECTORIZED,
-    ROWS,
-    SGD,
-    frozen,
-    module,
-    normalized,
-    row,
-    samples,
-)
+from federations import ROWS, SGD, frozen, module, normalized, row, samples
 from frozen import frozen_once
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
@@ -123,7 +111,7 @@ def outcome(user, loop):
         "rows": loop.rows,
         "rule": loop.aggregator.state_dict(),
         "policy": loop.policy.state_dict(),
-        "clients": [loop.store.get(client) for client in range(CLIENTS)],
+        "clients": [loop.store.get(client) for client in range(federations.CLIENTS)],
     }
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), left)
 
@@ -185,7 +173,7 @@ NO_KERNEL = () if ON_A_GPU else ("CharLSTM",)
 
 def rows():
     for name in set(ROWS) - set(NO_KERNEL):
-        vectorized = None if name in NOT_VECTORIZED else VECTORIZED
+        vectorized = None if name in federations.NOT_VECTORIZED else VECTORIZED
         slow = [pytest.mark.slow] * (name not in QUICK)
         yield pytest.param(name, vectorized, id=name, marks=slow)
         if vectorized is not None:
@@ -195,7 +183,7 @@ def rows():
 
 @pytest.mark.parametrize(("name", "group_size"), list(rows()))
 def test_federation_gives_the_results_of_the_cpu(tmp_path, root, name, group_size):
-    rounds = 3 if name in LONG else 2
+    rounds = 3 if name in federations.LONG else 2
     check(tmp_path, partial(ROWS[name], root), group_size, rounds)
 
 
@@ -312,10 +300,12 @@ STEPS = {
     "alike": growing,
     "in groups": lambda: growing(module(EntropyRegularizer(0.9, 0.1)), samples(batch_size=7)),
     "kept": lambda: growing(module(optimizer=partial(SGD, momentum=0.9)), optimizer_state="keep"),
-    "logging": lambda: growing(Chatty(nn.Linear(FEATURES, CLASSES), [Proximal(0.1)], SGD)),
+    "logging": lambda: growing(
+        Chatty(nn.Linear(federations.FEATURES, federations.CLASSES), [Proximal(0.1)], SGD)
+    ),
     "PFedMe": lambda: growing(module(optimizer=partial(PFedMe, inner_steps=2))),
     "RepresentationMatching": lambda: growing(module(RepresentationMatching(0.1))),
-    "FedEM": lambda: growing(FedEM(nn.Linear(FEATURES, CLASSES), 2, SGD)),
+    "FedEM": lambda: growing(FedEM(nn.Linear(federations.FEATURES, federations.CLASSES), 2, SGD)),
     "BatchNorm": lambda: growing(normalized(), samples(drop_last=True)),
 }
 FAST = ("alike", "logging")
@@ -330,7 +320,7 @@ def count(tmp_path, wrap, make):
 
 
 def watched(user):
-    return Watched(user, CLIENTS, compile=False)
+    return Watched(user, federations.CLIENTS, compile=False)
 
 
 @pytest.mark.parametrize(

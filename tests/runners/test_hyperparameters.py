@@ -4,17 +4,12 @@ import pytest
 import torch
 
 import written_plainly
-from lightning_fl import VectorizedClients
+from lightning_fl import VectorizedClients, policies
 from lightning_fl.aggregators import FedNova
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.objectives import EntropyRegularizer, Proximal, WeightDivergence
 from lightning_fl.objectives.terms import settable
-from lightning_fl.policies import (
-    DiscreteGaussianReinforce,
-    HyperparameterPolicy,
-    PersonalizedPolicyGradient,
-    Schedule,
-)
+from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.types import FederationError
 from linear import Linear
 from two_classes import samples
@@ -141,11 +136,11 @@ def test_every_term_may_have_its_own_number(train):
         (lambda: Schedule(values={"mu": -0.5}), r"mu of Schedule\(values=...\) must be .* -0.5"),
         (lambda: Schedule(values={"nu": 0.5}), r"sets nu, and ClientModule declares \['mu'\]"),
         (
-            lambda: DiscreteGaussianReinforce({"mu": [-0.1, 0.5]}),
+            lambda: policies.DiscreteGaussianReinforce({"mu": [-0.1, 0.5]}),
             r"mu of DiscreteGaussianReinforce\(grid=...\) must be .* at least 0, got -0.1",
         ),
         (
-            lambda: PersonalizedPolicyGradient([{"mu": 0.5}, {"mu": -2.0}]),
+            lambda: policies.PersonalizedPolicyGradient([{"mu": 0.5}, {"mu": -2.0}]),
             r"mu of PersonalizedPolicyGradient\(candidates=...\) must be .*, got -2.0",
         ),
     ],
