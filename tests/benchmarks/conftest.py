@@ -36,7 +36,7 @@ def page(bench, tmp_path):
     """Run the script with further options; return the page that it writes into ``docs``."""
 
     def run(*options):
-        place = tmp_path / "docs" / "page.md"
+        place = tmp_path / "docs" / f"{bench.__name__}.md"
         bench.main(["--out", str(tmp_path), "--markdown", str(place), *options])
         return place.read_text()
 
