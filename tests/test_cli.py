@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import yaml
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 import extras
 import quick_cli
@@ -320,24 +321,17 @@ def test_vectorized_clients_and_threads_have_options(cli, monkeypatch):
     assert threads[0] == 3
 
 
-class SharedSamples(DDPStrategy):
-    root_device = torch.device("cuda")
-
-
-class Parallel(ClientParallelStrategy):
-    root_device = torch.device("cuda")
-
-
 @pytest.mark.parametrize(
-    ("strategy", "by_default"),
+    ("device", "kind", "by_default"),
     [
-        (SimpleNamespace(root_device=torch.device("cpu")), False),
-        (SimpleNamespace(root_device=torch.device("cuda")), True),
-        (SharedSamples(), False),
-        (Parallel(), True),
+        ("cpu", SingleDeviceStrategy, False),
+        ("cuda", SingleDeviceStrategy, True),
+        ("cuda", DDPStrategy, False),  # processes share samples
+        ("cuda", ClientParallelStrategy, True),
     ],
 )
-def test_clients_are_vectorized_on_a_gpu_unless_told_otherwise(strategy, by_default):
+def test_clients_are_vectorized_on_a_gpu_unless_told_otherwise(device, kind, by_default):
+    strategy = mock.Mock(kind, root_device=torch.device(device))
     for given, is_wrapped in (("on_gpu", by_default), (None, False), (4, True)):
         model = ClientModule(torch.nn.Linear(1, 1))
         made = SimpleNamespace(trainer=SimpleNamespace(strategy=strategy), model=model)
