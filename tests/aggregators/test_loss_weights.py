@@ -8,7 +8,8 @@ from lightning_fl.aggregators import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.partition import Natural, QuantitySkew
-from lightning_fl.types import ClientUpdate
+from rounds import aggregate, sent
+from written_plainly import close
 
 COHORTS = [[0, 1, 2], [1, 3], [0, 2, 200], [0, 1, 2, 3]]
 SAMPLES = {0: 5, 1: 10, 2: 1, 3: 7, 200: 3}
@@ -18,16 +19,9 @@ def problem(seed=0):
     """Updates of a few rounds, each with its losses."""
     random = torch.Generator().manual_seed(seed)
     for cohort in COHORTS:
-        k = len(cohort)
-        yield ClientUpdate(
-            torch.tensor(cohort),
-            torch.randn(k, 3, generator=random, dtype=torch.float64),
-            torch.tensor([SAMPLES[c] for c in cohort]),
-            extras={
-                f"loss_{when}": 0.5 + torch.rand(k, generator=random, dtype=torch.float64)
-                for when in ("before", "after")
-            },
-        )
+        delta = torch.randn(len(cohort), 3, generator=random, dtype=torch.float64)
+        losses = 0.5 + torch.rand(2, len(cohort), generator=random, dtype=torch.float64)
+        yield sent(delta, [SAMPLES[c] for c in cohort], cohort, extras=extras(*losses))
 
 
 def extras(before, after):
@@ -57,15 +51,13 @@ def plainly(alpha, beta, decay):
 def trained(rule, split=False):
     server = torch.zeros(3, dtype=torch.float64)
     for update in problem():
-        rule.start(server)
-        for rows in [[r] for r in range(len(update.clients))] if split else [None]:
-            rule.update(update if rows is None else update.select(torch.tensor(rows)))
-        server = rule.compute()
+        each = [update.select(torch.tensor([row])) for row in range(len(update.clients))]
+        server = aggregate(rule, server, *each if split else [update])
         yield server
 
 
 def agree(found, expected):
-    torch.testing.assert_close(list(found), list(expected), rtol=0, atol=1e-13)
+    close(list(found), list(expected), atol=1e-13)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -105,12 +97,10 @@ def test_rounds_are_the_equations_of_fedpidavg(monkeypatch, window, split):
     agree(trained(FedPIDAvg(), split), plainly())
 
 
-def one_round(rule, before, after, delta=(3.0, 0.0), samples=(1, 2)):
-    rule.start(torch.zeros(1))
-    losses = torch.tensor(before), torch.tensor(after)
-    delta, samples = torch.tensor(delta)[:, None], torch.tensor(samples)
-    rule.update(ClientUpdate(torch.arange(len(delta)), delta, samples, extras=extras(*losses)))
-    return rule.compute().item()
+def one_round(rule, before, after):
+    losses = extras(torch.tensor(before), torch.tensor(after))
+    update = sent([[3.0], [0.0]], [1, 2], extras=losses)
+    return aggregate(rule, torch.zeros(1), update).item()
 
 
 def test_a_client_whose_loss_rises_counts_negatively():
