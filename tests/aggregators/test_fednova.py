@@ -57,9 +57,8 @@ def plainly(server, updates, weighting, momentum, mu=0.0):
     tau = [1 + int(u.clients) % 4 for u in rows]
     a = [coefficients(t, momentum, mu * LR) for t in tau]
     effective = sum(pk * (t if mu else ak) for pk, t, ak in zip(p, tau, a, strict=True))
-    return server + effective * sum(
-        pk * u.delta[0] / ak for pk, u, ak in zip(p, rows, a, strict=True)
-    )
+    move = sum(pk * u.delta[0] / ak for pk, u, ak in zip(p, rows, a, strict=True))
+    return server + effective * move
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
