@@ -4,6 +4,7 @@ import copy
 
 import torch
 from lightning.pytorch import Callback
+from torch import nn
 
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop
@@ -13,7 +14,11 @@ LR = 0.2
 
 
 def linear():
-    return torch.nn.Linear(4, 2)
+    return nn.Linear(4, 2)
+
+
+def hidden():
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
 
 
 def module(terms=(), make=linear, **options):
@@ -70,8 +75,8 @@ class Uneven(Schedule):
 def loss_and_gradient(point, x, y, net=None):
     """Cross-entropy of the linear model or of another network, and its gradient."""
     net = copy.deepcopy(module().net if net is None else net)
-    torch.nn.utils.vector_to_parameters(point, net.parameters())
-    loss = torch.nn.functional.cross_entropy(net(x), y)
+    nn.utils.vector_to_parameters(point, net.parameters())
+    loss = nn.functional.cross_entropy(net(x), y)
     grads = torch.autograd.grad(loss, list(net.parameters()))
     return loss.detach(), torch.cat([g.flatten() for g in grads])
 

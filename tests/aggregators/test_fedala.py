@@ -1,8 +1,9 @@
 """FedALA: the algorithm written plainly, its limits, and the models that are evaluated."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
 
 import written_plainly
 from lightning_fl.aggregators import FedALA
@@ -18,12 +19,7 @@ from written_plainly import Lost, Noted, close, loss_and_gradient, trained, vect
 ETA = 5.0
 
 
-def network():
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-
-
-def module():
-    return written_plainly.module(make=network)
+module = partial(written_plainly.module, make=written_plainly.hidden)
 
 
 def data():

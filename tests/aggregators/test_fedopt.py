@@ -21,7 +21,6 @@ from lightning_fl.optimizers import Adaptive
 from lightning_fl.options import describe
 from lightning_fl.types import FederationError
 from rounds import aggregate, sent
-from written_plainly import close as close_to
 
 
 def rounds(rule, count, server=None, seed=0):
@@ -45,7 +44,10 @@ def means(count, seed=0):
     ]
 
 
-close = partial(close_to, atol=1e-13)
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+
+
 MOMENTUM = partial(torch.optim.SGD, lr=0.5, momentum=0.7)
 
 
