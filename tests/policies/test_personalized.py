@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from feedback import feedback as told
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, RunReport
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.round import Round
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.samplers import PoissonSampler
-from lightning_fl.types import FederationError, Feedback, RoundPlan
+from lightning_fl.types import FederationError
 from written_plainly import Lost
 
 TWO = [{"lr": 0.1, "num_steps": 2}, {"lr": 0.3, "num_steps": 5}]
@@ -22,11 +23,10 @@ RAW = {"floor": 0.0, "baseline": False, "normalize": False}
 
 
 def feedback(round, clients, contributions=None, weights=None, dropped=None, **metrics):
-    clients = torch.tensor(clients)
-    plan = RoundPlan(0, round, clients, torch.ones_like(clients))
-    weights = torch.full((len(clients),), 1 / len(clients)) if weights is None else weights
     given = None if contributions is None else torch.tensor(contributions, dtype=torch.float64)
-    return Feedback(plan, None, None, None, weights, lambda: given, metrics, dropped or {})
+    options = {"clients": clients, "metrics": metrics, "dropped": dropped or {}}
+    weights = torch.full((len(clients),), 1 / len(clients)) if weights is None else weights
+    return told(round, weights=weights, contributions=lambda: given, **options)
 
 
 def test_draws_belong_to_round_and_client_and_follow_the_probabilities():
@@ -82,9 +82,7 @@ def test_reward_by_hand_with_a_running_baseline():
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_setting_that_spoils_an_update_counts_as_the_worst(normalize, cause):
     """A client that is lost by chance learns nothing."""
-    policy = PersonalizedPolicyGradient(
-        TWO, step=0.5, seed=1, floor=0.0, baseline=False, normalize=normalize
-    )
+    policy = PersonalizedPolicyGradient(TWO, step=0.5, seed=1, **RAW | {"normalize": normalize})
     clients = torch.arange(3)
     chosen = (policy.sample(0, clients)["lr"] == 0.3).long()
     weights = torch.tensor([0.6, 0.0, 0.4])
