@@ -1,12 +1,13 @@
 """FedControl and FedCostWAvg: several rounds worked out plainly, with clients that come and go."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.partition import Natural, QuantitySkew
 from rounds import aggregate, sent
 from written_plainly import close
@@ -157,27 +158,18 @@ class Noting(FedControl):
         super().update(clients)
 
 
-@pytest.mark.parametrize("group_size", [None, 3])
-def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, group_size):
-    torch.manual_seed(0)
-    net = torch.nn.Linear(6, 3)
-    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.3)).double()
-    federation = FederatedDataModule(
-        blobs(70),
-        num_clients=4,
-        batch_size=7,
-        eval_batch_size=5,
-        partition=QuantitySkew(2.0),
-        seed=1,
-    )
-    rule = Noting()
-    start = torch.cat([net.weight.detach().flatten(), net.bias.detach()])
-    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
-    fit(user, FederatedLoop(aggregator=rule, seed=0), federation, rounds=1)
+GROUPS = partial(VectorizedClients, group_size=3, compile=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"wrap": GROUPS}], ids=["one by one", "vectorized"])
+def test_losses_are_those_of_all_samples_by_the_clients_own_models(simulate, data, blobs, options):
+    uneven, rule = {"partition": QuantitySkew(2.0), "seed": 1}, Noting()
+    federation = data(blobs(70), batch_size=7, eval_batch_size=5, **uneven)
+    simulate(aggregator=rule, datamodule=federation, rounds=1, **options)
     assert len(rule.seen) == 4
     for client, (before, after, delta) in rule.seen.items():
         x, y = federation.train.fetch(federation.parts[client])
-        for found, vector in ((before, start), (after, start + delta)):
+        for found, vector in ((before, rule.server), (after, rule.server + delta)):
             logits = x @ vector[:18].view(3, 6).T + vector[18:]
             expected = torch.nn.functional.cross_entropy(logits, y).item()
             assert found == pytest.approx(expected, abs=1e-12)

@@ -1,5 +1,7 @@
 """SecureAggregation: FedAvg up to rounding, what reaches a rule, noise of clients, refusals."""
 
+# ruff: noqa: F403, F405
+
 import math
 
 import pytest
@@ -8,19 +10,7 @@ from scipy import stats
 from torch import nn
 
 from lightning_fl import ClientModule, aggregators
-from lightning_fl.aggregators import (
-    DPFedAvg,
-    FedAvg,
-    FedCM,
-    FedDyn,
-    FedExP,
-    FedNova,
-    FedYogi,
-    NormClipping,
-    Scaffold,
-    SecureAggregation,
-    Staged,
-)
+from lightning_fl.aggregators import *
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
 from lightning_fl.functional.fixed_point import FixedPointSum

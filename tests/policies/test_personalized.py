@@ -1,6 +1,7 @@
 """Personalized policies: draws, updates by hand, contributions by brute force."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -125,25 +126,24 @@ def test_a_policy_hears_which_clients_were_dropped(simulate):
 
 
 @pytest.fixture
-def federation(fit, blobs):
-    def train(rounds=1, group_size=None, method="contribution", module=None, **options):
-        torch.manual_seed(0)
-        net = nn.Linear(6, 3)
-        made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-        data = FederatedDataModule(
-            blobs(90), blobs(50, seed=2), num_clients=4, batch_size=8, eval_batch_size=20, seed=1
-        )
-        policy = PersonalizedPolicyGradient(TWO, method, step=0.5, floor=0.0)
-        loop = FederatedLoop(policy=policy, seed=4, client_fraction=0.75)
-        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-        fit(user, loop, data, rounds=rounds, **options)
-        return policy, loop, data, made
+def federation(simulate, data, blobs):
+    """Train with a policy; return the loop, the data and the module."""
+
+    def train(*callbacks, rounds=1, **options):
+        samples = data(blobs(90), val=blobs(50, seed=2), eval_batch_size=20, seed=1)
+        policy = PersonalizedPolicyGradient(TWO, step=0.5, floor=0.0)
+        options |= {"policy": policy, "seed": 4, "client_fraction": 0.75, "datamodule": samples}
+        module, loop = simulate(*callbacks, rounds=rounds, **options)
+        return loop, samples, module
 
     return train
 
 
-@pytest.mark.parametrize("group_size", [None, 2])
-def test_credits_are_derivatives_by_dummies(federation, monkeypatch, group_size):
+PAIRS = partial(VectorizedClients, group_size=2, compile=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"wrap": PAIRS}], ids=["one by one", "vectorized"])
+def test_credits_are_derivatives_by_dummies(federation, monkeypatch, options):
     """dL/d1_i of L(w + sum_i 1_i p_i (w_i - w)) at ones, by autograd through all of it."""
     seen = {}
 
@@ -161,7 +161,7 @@ def test_credits_are_derivatives_by_dummies(federation, monkeypatch, group_size)
         seen["server"] = self.server.vector
 
     monkeypatch.setattr(Round, "collect", noted)
-    _, _, data, module = federation(group_size=group_size)
+    _, data, module = federation(**options)
     clients = seen["plan"].clients.tolist()
     n = data.num_samples[clients].double()
     p = n / n.sum()
@@ -175,8 +175,8 @@ def test_credits_are_derivatives_by_dummies(federation, monkeypatch, group_size)
     assert module.training
 
 
-def test_probabilities_are_in_the_table_and_drawn(federation, tmp_path):
-    _, loop, _, _ = federation(2, callbacks=[RunReport()])
+def test_probabilities_are_in_the_table_and_drawn(federation):
+    loop, _, _ = federation(RunReport(), rounds=2)
     assert 0 < loop.rows[-1]["p_0"] < 1
 
 
