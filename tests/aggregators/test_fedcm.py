@@ -1,4 +1,4 @@
-"""FedCM: the algorithm written plainly, its limits, and what it refuses."""
+"""FedCM: the algorithm written plainly, and rounds without updates."""
 
 import pytest
 import torch

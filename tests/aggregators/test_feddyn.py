@@ -1,4 +1,4 @@
-"""FedDyn: the algorithm written plainly, limit cases, every way of training, and resuming."""
+"""FedDyn: the algorithm written plainly, its traffic, frozen parameters, and a refusal."""
 
 import pytest
 import torch

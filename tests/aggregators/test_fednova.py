@@ -1,4 +1,4 @@
-"""FedNova: the algorithm written plainly, limit cases, every way of training, and resuming."""
+"""FedNova: the algorithm written plainly, also with a momentum that changes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gossip: whole rounds against matrices, the mean, consensus, federations and what is refused."""
+"""Gossip: whole rounds against matrices, graphs, and what is refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""HeteroFL: narrow networks written plainly, limits, traffic, and what is refused."""
+"""HeteroFL: narrow networks written plainly, traffic, and what is refused."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""SCAFFOLD: the algorithm written plainly, limit cases, and what is not sent."""
+"""SCAFFOLD: the algorithm written plainly, its traffic, and what is not sent."""
 
 import pytest
 import torch
