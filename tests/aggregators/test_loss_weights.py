@@ -165,7 +165,7 @@ GROUPS = partial(VectorizedClients, group_size=3, compile=False)
 def test_losses_are_those_of_all_samples_by_the_clients_own_models(simulate, data, blobs, options):
     uneven, rule = {"partition": QuantitySkew(2.0), "seed": 1}, Noting()
     federation = data(blobs(70), batch_size=7, eval_batch_size=5, **uneven)
-    simulate(aggregator=rule, datamodule=federation, rounds=1, **options)
+    simulate(aggregator=rule, datamodule=federation, rounds=1, quiet=False, **options)
     assert len(rule.seen) == 4
     for client, (before, after, delta) in rule.seen.items():
         x, y = federation.train.fetch(federation.parts[client])

@@ -133,7 +133,7 @@ def federation(simulate, data, blobs):
         samples = data(blobs(90), val=blobs(50, seed=2), eval_batch_size=20, seed=1)
         policy = PersonalizedPolicyGradient(TWO, step=0.5, floor=0.0)
         options |= {"policy": policy, "seed": 4, "client_fraction": 0.75, "datamodule": samples}
-        module, loop = simulate(*callbacks, rounds=rounds, **options)
+        module, loop = simulate(*callbacks, rounds=rounds, quiet=False, **options)
         return loop, samples, module
 
     return train
