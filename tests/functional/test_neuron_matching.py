@@ -1,5 +1,6 @@
 """Matching of neurons: against brute force, closed forms and limit cases."""
 
+from functools import cache
 from itertools import pairwise, permutations, product
 from math import lgamma, log
 
@@ -88,21 +89,26 @@ def swept(prior, values, own, start, orders):
     """
     atoms = [list(each) for each in start]
     objectives = [plainly(prior, values, own, atoms)]
+    begin = prior.mean * prior.precision, prior.precision, values, own
     for order in orders:
         for client in order:
             others = [a for c, each in enumerate(atoms) if c != client for a in each]
             names = {atom: place for place, atom in enumerate(dict.fromkeys(others))}
             atoms = [[names.get(a, -1) for a in each] for each in atoms]
+            held = groups(each if c != client else [] for c, each in enumerate(atoms))
 
-            def gain(chosen, client=client, atoms=atoms, names=names):
+            @cache
+            def fit(neuron, atom, client=client, held=held):
+                holders = held.get(atom, [])
+                alone = evidence(*begin, holders)
+                return evidence(*begin, [*holders, (client, neuron)]) - alone
+
+            def gain(chosen, names=names, held=held, fit=fit):
                 total, new = 0.0, 0
-                begin = prior.mean * prior.precision, prior.precision, values, own
                 for neuron, atom in enumerate(chosen):
-                    holders = [(c, n) for c, n in groups(atoms).get(atom, []) if c != client]
-                    total += evidence(*begin, [*holders, (client, neuron)])
-                    total -= evidence(*begin, holders)
+                    total += fit(neuron, atom)
                     if atom < len(names):
-                        m = min(len(holders), prior.cap or len(holders))
+                        m = min(len(held[atom]), prior.cap or len(held[atom]))
                         total += prior.popularity * log(m / (prior.clients - m))
                     else:
                         new += 1
