@@ -1,13 +1,11 @@
 """FedLC and FedRS: by hand with the class counts of clients, their limits, and what they refuse."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from by_hand import assert_equal, forward, gradient, module, moved, network, sgd, simulate, skewed
+from by_hand import Both, forward, gradient, module, moved, network, sgd, skewed
 from lightning_fl import ClientModule, FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.calibration import calibrated_logits
@@ -32,24 +30,19 @@ def restricted(z, y, n):
     ("make", "loss"), [(lambda: FedLC(0.7), calibrated), (lambda: FedRS(0.3), restricted)]
 )
 def test_by_hand(run, make, loss):
-    first, user, other = network(True).double(), module(make()), module(make())
-    _, rounds, data = run(user, rounds=2)
-    counts = data.class_counts.tolist()
+    both = Both(run, lambda: module(make()), rounds=2)
+    counts = both.data.class_counts.tolist()
 
     def train(client, params, buffers, batches):
         for x, y in batches:
-            value = functools.partial(_value, loss, buffers, x, y, counts[client])
+
+            def value(p, x=x, y=y):
+                return loss(forward(p, buffers, x)[1], y, counts[client])
+
             params = moved(params, gradient(value, params))
         return params, buffers
 
-    params, buffers = simulate(first, rounds, data.num_samples, train)
-    run(other, 2, rounds=2)
-    for net in (user.net, other.net):
-        assert_equal(net, params, buffers)
-
-
-def _value(loss, buffers, x, y, counts, params):
-    return loss(forward(params, buffers, x)[1], y, counts)
+    both.assert_trained_as(train)
 
 
 def test_without_classes_or_a_federation_it_is_refused(fit):

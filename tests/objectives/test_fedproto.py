@@ -98,23 +98,17 @@ def test_by_hand(run, strength, weighting):
         assert torch.equal(user.net.get_parameter(name), value)  # not averaged
 
 
-@pytest.mark.parametrize("group", [None, 2])
-def test_a_class_without_a_client_has_no_prototype(fit, group):
+def test_a_class_without_a_client_has_no_prototype(fit):
     """Others are pulled to the prototypes of the last round only."""
-    seen = Batches()
-    user, options = module(batchnorm=False), {"clients_per_round": 2, **LOCAL}
-    loop = FederatedLoop(policy=Schedule(num_steps=3), seed=2, **options)
-    fit(user, loop, skewed(), rounds=4, callbacks=[seen])
-    networks, prototypes = plainly(seen.rounds, 0.7, "uniform", batchnorm=False)
-    assert len(prototypes) == 2
-    if group is not None:
-        user, again = (
-            module(batchnorm=False),
-            FederatedLoop(policy=Schedule(num_steps=3), seed=2, **options),
-        )
-        loop = again
-        fit(VectorizedClients(user, group, compile=False), again, skewed(), rounds=4)
-    assert_equal(user, loop, networks, prototypes)
+    seen, options = Batches(), {"clients_per_round": 2, **LOCAL}
+    for group, callbacks in ((None, [seen]), (2, [])):
+        user = module(batchnorm=False)
+        clients = user if group is None else VectorizedClients(user, group, compile=False)
+        loop = FederatedLoop(policy=Schedule(num_steps=3), seed=2, **options)
+        fit(clients, loop, skewed(), rounds=4, callbacks=callbacks)
+        networks, prototypes = plainly(seen.rounds, 0.7, "uniform", batchnorm=False)
+        assert len(prototypes) == 2
+        assert_equal(user, loop, networks, prototypes)
 
 
 def test_rounding_errors_of_a_sum_are_no_prototype(run):

@@ -6,19 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from by_hand import (
-    assert_equal,
-    copied,
-    cross_entropy,
-    forward,
-    gradient,
-    local,
-    module,
-    moved,
-    network,
-    sgd,
-    simulate,
-)
+from by_hand import Both, copied, cross_entropy, forward, gradient, module, moved, sgd
 from lightning_fl import ClientModule
 from lightning_fl.functional.contrastive import model_contrastive_loss
 from lightning_fl.objectives import MOON
@@ -29,9 +17,6 @@ from lightning_fl.types import FederationError
 def test_by_hand(run, batchnorm, point):
     """Partners in evaluation mode, each with its own statistics; the last round of a client."""
     mu, temperature = 2.0, 0.3
-    first = network(batchnorm).double()
-    user, other = (module(MOON(mu, temperature, point), batchnorm=batchnorm) for _ in range(2))
-    loop, rounds, datamodule = run(user, rounds=4)
     previous = {}
 
     def train(client, params, buffers, batches):
@@ -53,15 +38,13 @@ def test_by_hand(run, batchnorm, point):
         previous[client] = copied(params), copied(buffers)
         return params, buffers
 
-    params, buffers = simulate(first, rounds, datamodule.num_samples, train)
-    vectorized, _, _ = run(other, 2, rounds=4)
-    for net in (user.net, other.net):
-        assert_equal(net, params, buffers)
+    def make():
+        return module(MOON(mu, temperature, point), batchnorm=batchnorm)
+
+    both = Both(run, make, rounds=4)
+    both.assert_trained_as(train)
     for client, (params, buffers) in previous.items():
-        for each in (loop, vectorized):
-            for name, value in {**params, **buffers}.items():
-                found = local(each, client, "previous")[name]
-                torch.testing.assert_close(found, value, rtol=0, atol=1e-12)
+        both.assert_kept(client, {**params, **buffers}, "previous")
 
 
 def test_limits(run):
