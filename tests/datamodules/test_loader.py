@@ -78,18 +78,12 @@ def test_getitems_is_called_once_a_batch():
     assert len(batches(data)) == data.train.calls == 16
 
 
-class DrawsAlways(Dataset):
+class DrawsAlways(Lists):
     """Transforms that draw from all of the global generators."""
-
-    def __init__(self):
-        self.labels = (torch.arange(70) % 3).tolist()
-
-    def __len__(self):
-        return 70
 
     def __getitem__(self, i):
         noise = [random.random(), np.random.rand(), float(torch.rand(()))]
-        return torch.tensor([float(i), *noise]), self.labels[i]
+        return torch.tensor([float(i), *noise]), self.y[i]
 
 
 class Scaled(ClientModule):
@@ -107,7 +101,7 @@ def test_vectorized_a_client_has_the_random_samples_that_it_has_alone(fit, flat,
         module = Scaled(torch.nn.Linear(4, 3), optimizer=partial(torch.optim.SGD, lr=0.1)).double()
         user = module if group_size is None else VectorizedClients(module, group_size, False)
         loop = FederatedLoop(policy=Schedule(num_steps=5), seed=0)
-        fit(user, loop, FederatedDataModule(DrawsAlways(), **options), rounds=1)
+        fit(user, loop, FederatedDataModule(DrawsAlways(70), **options), rounds=1)
         found.append(flat(module))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
@@ -283,16 +277,9 @@ def test_batches_of_validation_are_refused_too(data, blobs):
 
 
 def test_each_step_of_fine_tuning_draws_its_own_random_numbers():
-    class Noise(Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            return torch.rand(()), index
-
-    data = fitted(FederatedDataModule(Noise(), num_clients=1, batch_size=4, val_size=0, seed=0))
+    data = federated(Noisy(8), num_clients=1, batch_size=4)
     steps = data.steps_of(0, torch.Generator().manual_seed(0))
-    drawn = torch.cat([next(steps)[0] for _ in range(5)])
+    drawn = torch.cat([next(steps)[1] for _ in range(5)])
     assert len(drawn.unique()) == 20
 
 
@@ -312,11 +299,7 @@ class DrawsInWorkers(Dataset):
 
 def test_loader_processes_have_other_seeds_in_each_round_and_run_and_process():
     def first(seed=0, round=0, rank=0):
-        data = fitted(
-            FederatedDataModule(
-                DrawsInWorkers(), num_clients=3, val_size=6, num_workers=1, seed=seed, batch_size=6
-            )
-        )
+        data = federated(DrawsInWorkers(), num_clients=3, val_size=6, num_workers=1, seed=seed)
         steps = data.batches_per_epoch
         made = RoundPlan(seed, round, torch.arange(3), steps, rank=rank, world_size=3)
         data.plan = lambda: made
@@ -331,9 +314,7 @@ def test_loader_processes_have_other_seeds_in_each_round_and_run_and_process():
 
 def test_loader_processes_have_other_seeds_in_each_epoch_of_centralized_training():
     def drawn(epoch):
-        data = fitted(
-            FederatedDataModule(DrawsInWorkers(), num_clients=3, val_size=0, num_workers=1)
-        )
+        data = federated(DrawsInWorkers(), num_clients=3, num_workers=1)
         loader = data.train_dataloader()
         loader.sampler.trainer = SimpleNamespace(
             current_epoch=epoch, fit_loop=SimpleNamespace(is_resuming=False)

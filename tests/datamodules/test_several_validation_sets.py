@@ -10,7 +10,6 @@ from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromDataModule
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
-from lightning_fl.types import FederationError
 from numbered import federated, joined, numbered, numbers
 
 
@@ -82,19 +81,6 @@ def test_without_a_hold_out_there_is_no_empty_set(val):
     given = TensorDataset(torch.arange(3.0), torch.zeros(3))
     data = federated(numbered(), val=(given, None), val_size=0)
     assert isinstance(data.val_dataloader(), DataLoader)
-
-
-def test_classes_of_every_set_are_compared():
-    def named(*names):
-        samples = TensorDataset(torch.arange(4.0), torch.arange(4) % 2)
-        samples.classes = names
-        return samples
-
-    data = FederatedDataModule(
-        named("cat", "dog"), (named("cat", "dog"), named("dog", "cat")), num_clients=2
-    )
-    with pytest.raises(FederationError, match="labels of val"):
-        data.setup("fit")
 
 
 def test_contributions_are_measured_on_the_first_set(fit, blobs):

@@ -1,6 +1,5 @@
 """Files of checkpoints: damaged and hostile ones, and those of another federation."""
 
-import os
 import sys
 import zipfile
 from contextlib import suppress
@@ -20,6 +19,7 @@ from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient, Schedule
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
+from payload import Payload
 
 VERSION = {"pytorch-lightning_version": "2.6"}
 
@@ -86,16 +86,6 @@ def test_file_of_torch_that_is_no_checkpoint_is_refused(tmp_path, tree):
 
 
 # --- hostile files --------------------------------------------------------------------------------
-
-
-class Payload:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.path),))
 
 
 @pytest.mark.parametrize("where", ["top", "state", "weights"])

@@ -40,8 +40,11 @@ def own(module):
     return module.net.weight.detach().clone(), module.net.bias.detach().clone()
 
 
-def predicted(weight, bias, x):
-    return (x @ weight.T + bias).argmax(1)
+def figures(kind, weight, bias, x, y):
+    """What validation or a test logs."""
+    loss = cross_entropy(weight, bias, x, y)[0].mean()
+    accuracy = ((x @ weight.T + bias).argmax(1) == y).double().mean()
+    return {f"{kind}_loss": float(loss), f"{kind}_acc": float(accuracy)}
 
 
 class Noting(ClientModule):
@@ -111,23 +114,16 @@ def test_all_figures_of_a_federation_are_those_by_hand(fit, module, blobs, train
                 )
             moved.append((n / 120 * w, n / 120 * b))
         weight, bias = (sum(parts) for parts in zip(*moved, strict=True))
-        x, y = blobs(60, seed=1).tensors
         assert seen == 240
-        assert row["train_loss"] == pytest.approx(float(total / seen), rel=1e-6)
-        expected = cross_entropy(weight, bias, x, y)[0].mean()
-        assert row["val_loss"] == pytest.approx(float(expected), rel=1e-6)
-        accuracy = (predicted(weight, bias, x) == y).double().mean()
-        assert row["val_acc"] == pytest.approx(float(accuracy), rel=1e-6)
+        expected = figures("val", weight, bias, *blobs(60, seed=1).tensors)
+        expected["train_loss"] = float(total / seen)
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     assert next(batches, None) is None
     torch.testing.assert_close(own(made), (weight, bias), atol=1e-12, rtol=0)
 
-    x, y = blobs(50, seed=2).tensors
-    (figures,) = trainer(False).test(made, datamodule=data, verbose=False)
-    assert figures.keys() == {"test_loss", "test_acc"}
-    expected = cross_entropy(weight, bias, x, y)[0].mean()
-    assert figures["test_loss"] == pytest.approx(float(expected), rel=1e-6)
-    accuracy = (predicted(weight, bias, x) == y).double().mean()
-    assert figures["test_acc"] == pytest.approx(float(accuracy), rel=1e-6)
+    (found,) = trainer(False).test(made, datamodule=data, verbose=False)
+    expected = figures("test", weight, bias, *blobs(50, seed=2).tensors)
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 # --- terms ----------------------------------------------------------------------------------------
@@ -266,42 +262,34 @@ def test_a_step_that_leaves_out_the_terms_is_said(fit, kind):
     assert all("Instead.training_step" in text and "Proximal" in text for text in said)
 
 
-def test_the_training_loss_is_exact_in_half_precision(fit, data):
-    losses = []
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_losses_of_half_precision_are_summed_in_double_and_single_precision(fit, data, precision):
+    """Those of training in double, and those of validation in single precision."""
+    train, val = [], []
 
     class Watched(ClientModule):
         def _record(self, loss, count):
-            losses.append((loss.detach().double() * count).item())
+            train.append((loss.detach().double() * count).item())
             super()._record(loss, count)
+
+        def federated_losses(self, batch, outputs):
+            losses = super().federated_losses(batch, outputs)
+            if not self.training:
+                val.append(losses.detach().double())
+            return losses
 
     module = Watched(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     loop = FederatedLoop(buffers="average", seed=1)
-    fit(module, loop, data(num_clients=4, batch_size=5), rounds=1, precision="bf16-true")
+    fit(module, loop, data(batch_size=5, eval_batch_size=1), rounds=1, precision=precision)
+    found = module.trainer.callback_metrics
+    expected = sum(train) / loop.rows[0]["num_samples"]
+    assert found["train_loss"].item() == pytest.approx(expected, rel=1e-6)
+    expected = torch.cat(val[-60:]).mean().item()
+    assert found["val_loss"].item() == pytest.approx(expected, rel=1e-6)
     assert module.train_loss.sums.dtype == torch.float64
     assert module.val_loss.mean_value.dtype == torch.float32
     assert module.to(torch.float64).val_loss.mean_value.dtype == torch.float64
     assert module.train_loss.to(torch.float16).sums.dtype == torch.float64
-    found = module.trainer.callback_metrics["train_loss"].item()
-    assert found == pytest.approx(sum(losses) / loop.rows[0]["num_samples"], rel=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_the_validation_loss_is_summed_in_single_precision(fit, data, precision):
-    batches = []
-
-    class Watched(ClientModule):
-        def federated_losses(self, batch, outputs):
-            losses = super().federated_losses(batch, outputs)
-            if not self.training:
-                batches.append(losses.detach().double())
-            return losses
-
-    module = Watched(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    samples = data(num_clients=2, val_size=60)
-    samples.eval_batch_size = 1
-    fit(module, FederatedLoop(buffers="average", seed=1), samples, rounds=1, precision=precision)
-    expected = torch.cat(batches[-60:]).mean().item()
-    assert module.trainer.callback_metrics["val_loss"].item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_weights_of_samples_make_a_weighted_mean(module, blobs):

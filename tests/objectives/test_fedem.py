@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_fl import ClientModule, VectorizedClients
+from by_hand import Batches
+from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.datamodules import FederatedDataModule
@@ -48,15 +49,7 @@ def test_a_mixture_predicts_the_mean_of_probabilities():
 
 @pytest.fixture
 def federation(fit, blobs):
-    def train(
-        rounds=2,
-        group_size=None,
-        components=2,
-        policy=None,
-        batch_size=7,
-        module=None,
-        **options,
-    ):
+    def train(rounds=2, components=2, policy=None, batch_size=7, module=None, **options):
         torch.manual_seed(0)
         made = module or FedEM(nn.Linear(6, 3), components, sgd).double()
         data = FederatedDataModule(
@@ -65,8 +58,7 @@ def federation(fit, blobs):
         loop = FederatedLoop(
             policy=policy or Schedule(local_epochs=1), seed=2, client_fraction=0.75
         )
-        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-        fit(user, loop, data, rounds=rounds, **options)
+        fit(made, loop, data, rounds=rounds, **options)
         return made, loop, data
 
     return train
@@ -74,7 +66,8 @@ def federation(fit, blobs):
 
 def test_rounds_are_the_algorithm(federation):
     """Everyone's samples in one batch, two local steps: M steps with fixed responsibilities."""
-    module, loop, data = federation(3, policy=Schedule(num_steps=2), batch_size=None)
+    seen, policy = Batches(), Schedule(num_steps=2)
+    module, loop, _ = federation(3, policy=policy, batch_size=None, callbacks=[seen])
     start = FedEM(nn.Linear(6, 3), 2, sgd, seed=0).double()
     theta = torch.stack(
         [torch.cat([n.weight.flatten(), n.bias]).detach() for n in start.net]
@@ -85,11 +78,9 @@ def test_rounds_are_the_algorithm(federation):
         logits = [x @ t[:18].view(3, 6).T + t[18:] for t in theta]
         return torch.stack([F.cross_entropy(each, y, reduction="none") for each in logits], 1)
 
-    for round in range(3):
-        plan = _clients(data, round)
+    for clients in seen.rounds:
         moved, counts = [], []
-        for client in plan:
-            x, y = data.train.fetch(data.parts[client])
+        for client, ((x, y), _) in clients.items():
             weights = pi.get(client, torch.full((2,), 0.5, dtype=torch.float64))
             mass = weights * torch.exp(-losses(theta, x, y))
             q = mass / mass.sum(1, keepdim=True)
@@ -110,24 +101,15 @@ def test_rounds_are_the_algorithm(federation):
         torch.testing.assert_close(mean, weights, atol=1e-12, rtol=0)
 
 
-def _clients(data, round):
-    """The cohort of a round, drawn as the loop does."""
-    loop = FederatedLoop(seed=2, client_fraction=0.75)
-    from lightning_fl.functional.randomness import RandomStream, generator
-
-    random = generator(2, RandomStream.COHORT, round)
-    return loop.options.sampler.sample(round, 3, data.num_samples, random).sort().values.tolist()
-
-
 def test_batches_of_a_pass_are_the_whole_e_step(federation):
     """The weights after one pass are the mean over all samples, by the components as they came."""
     _, loop, data = federation(1)
     start = FedEM(nn.Linear(6, 3), 2, sgd, seed=0).double()
     params = {n: p.detach() for n, p in start.net.named_parameters(prefix="net")}
-    for client in _clients(data, 0):
+    assert len(loop.store.rows) == 3
+    for client, kept in loop.store.rows.items():
         x, y = data.train.fetch(data.parts[client])
         q = responsibilities(start._sample_losses(x, y, params), torch.full((2,), 0.5).log())
-        kept = loop.store.get(client)
         assert kept["parameter.seen"] == len(x)
         found = kept["parameter.log_expected"].exp() / len(x)
         torch.testing.assert_close(found, q.mean(0), atol=1e-12, rtol=0)

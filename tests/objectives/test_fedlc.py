@@ -9,7 +9,7 @@ from by_hand import Both, forward, gradient, module, moved, network, sgd, skewed
 from lightning_fl import ClientModule, FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.calibration import calibrated_logits
-from lightning_fl.objectives import FedLC, FedRS
+from lightning_fl.objectives import FedLC, FedProto, FedRoD, FedRS
 from lightning_fl.types import FederationError
 
 
@@ -45,16 +45,20 @@ def test_by_hand(run, make, loss):
     both.assert_trained_as(train)
 
 
-def test_without_classes_or_a_federation_it_is_refused(fit):
+@pytest.mark.parametrize("term", [FedLC, FedRoD, FedProto])
+def test_labels_that_are_no_classes_are_refused(fit, term):
     x = torch.randn(24, 6)
-    data = FederatedDataModule(
-        TensorDataset(x, x[:, 0]), TensorDataset(x, x[:, 0]), num_clients=2, batch_size=4
-    )
+    rows = TensorDataset(x, x[:, 0])
+    user = ClientModule(network(False), [term()], sgd())
+    words = f"{term.__name__} requires the number of samples of each class"
+    with pytest.raises(FederationError, match=words):
+        fit(user, FederatedLoop(), FederatedDataModule(rows, rows, num_clients=2), rounds=1)
+
+
+def test_without_a_federation_it_is_refused():
     user = ClientModule(network(False), [FedLC()], sgd())
-    with pytest.raises(FederationError, match="FedLC requires the number of samples of each class"):
-        fit(user, FederatedLoop(seed=0), data, rounds=1)
     with pytest.raises(FederationError, match="add a FederatedLoop"):
-        user.training_step((x, torch.zeros(24, dtype=torch.long)), 0)
+        user.training_step((torch.randn(4, 6), torch.zeros(4, dtype=torch.long)), 0)
 
 
 @pytest.mark.parametrize(("terms", "expected"), [((), 0), ((FedLC(),), 1 + 2)])

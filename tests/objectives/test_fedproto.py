@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
 from by_hand import Batches, cross_entropy, forward, gradient, moved, network, sgd, skewed, start
 from lightning_fl import ClientModule, FederatedLoop, VectorizedClients
 from lightning_fl.aggregators import FedAdam, FedAvg, FedExP
-from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import FedProto
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
@@ -150,11 +148,3 @@ def test_prototypes_are_saved_and_loaded_without_a_fit(run):
 def test_what_does_not_average_prototypes_and_weights_alike_is_refused(run, options, wrong):
     with pytest.raises(FederationError, match=f"which {wrong} would change"):
         run(module(), **LOCAL | options)
-
-
-def test_labels_that_are_no_classes_are_refused(fit):
-    x = torch.randn(24, 6, dtype=torch.float64)
-    rows = TensorDataset(x, x[:, 0])
-    data = FederatedDataModule(rows, rows, num_clients=2, batch_size=4)
-    with pytest.raises(FederationError, match="FedProto requires the number of samples of each"):
-        fit(module(), FederatedLoop(**LOCAL), data, rounds=1)

@@ -1,6 +1,7 @@
 """Representation matching: against other derivations, vectorized, resumed, and what is refused."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_pooling_is_reversed_before_the_layer_where_it_follows_a_convolution(ker
     module, fixed = matched(conv_pool_relu, x, kernel_size=kernel_size)
     assert module.terms[0].layers[0].weight.shape == (2, 3, kernel_size, kernel_size)
 
-    def run(p):
+    def activations(p):
         h1, i1 = F.max_pool2d(
             F.conv2d(x, p["0.weight"], p["0.bias"], padding=1), 2, return_indices=True
         )
@@ -142,17 +143,23 @@ def test_pooling_is_reversed_before_the_layer_where_it_follows_a_convolution(ker
         a3 = torch.sigmoid(a2.flatten(1) @ p["7.weight"].T + p["7.bias"])
         return [x, a1, a2, a3, a3 @ p["9.weight"].T + p["9.bias"]], i1, i2
 
-    own, i1, i2 = run(dict(_named(module)))
-    target = run({n.removeprefix("net."): p for n, p in fixed.items()})[0]
-    layers = module.terms[0].layers
-    guesses = [
-        _conv(F.max_unpool2d(own[1], i1, 2), layers[0]),
-        # A convolution without padding: 4x4 maps of the pooling's input, zeros around them.
-        _conv(F.pad(F.max_unpool2d(own[2], i2, 2), (1, 1, 1, 1)), layers[1]).relu(),
-        (own[3] @ layers[2].weight.T + layers[2].bias).relu(),
-        torch.sigmoid(own[4] @ layers[3].weight.T + layers[3].bias),
-    ]
-    _agree(module, fixed, x, guesses, target)
+    def guesses(layers, own, i1, i2):
+        return [
+            _conv(F.max_unpool2d(own[1], i1, 2), layers[0]),
+            # A convolution without padding: 4x4 maps of the pooling's input, zeros around them.
+            _conv(F.pad(F.max_unpool2d(own[2], i2, 2), (1, 1, 1, 1)), layers[1]).relu(),
+            (own[3] @ layers[2].weight.T + layers[2].bias).relu(),
+            torch.sigmoid(own[4] @ layers[3].weight.T + layers[3].bias),
+        ]
+
+    _agree(module, fixed, x, activations, guesses)
+
+
+def activations_of_conv_relu_pool(x, p):
+    a1 = F.conv2d(x, p["0.weight"], p["0.bias"], padding=1).relu()
+    h1, i1 = F.max_pool2d(a1, 2, return_indices=True)
+    a2 = F.conv2d(h1, p["3.weight"], p["3.bias"]).relu()
+    return [x, a1, a2, a2.flatten(1) @ p["6.weight"].T + p["6.bias"]], i1
 
 
 def test_pooling_is_reversed_after_the_layer_where_it_follows_the_nonlinearity():
@@ -161,24 +168,20 @@ def test_pooling_is_reversed_after_the_layer_where_it_follows_the_nonlinearity()
     x = images()
     module, fixed = matched(conv_relu_pool, x)
 
-    def run(p):
-        a1 = F.conv2d(x, p["0.weight"], p["0.bias"], padding=1).relu()
-        h1, i1 = F.max_pool2d(a1, 2, return_indices=True)
-        a2 = F.conv2d(h1, p["3.weight"], p["3.bias"]).relu()
-        return [x, a1, a2, a2.flatten(1) @ p["6.weight"].T + p["6.bias"]], i1
+    def guesses(layers, own, i1):
+        return [
+            _conv(own[1], layers[0]),
+            F.max_unpool2d(_conv(F.pad(own[2], (1, 1, 1, 1)), layers[1]), i1, 2).relu(),
+            (own[3] @ layers[2].weight.T + layers[2].bias).relu(),
+        ]
 
-    own, i1 = run(dict(_named(module)))
-    target = run({n.removeprefix("net."): p for n, p in fixed.items()})[0]
-    layers = module.terms[0].layers
-    guesses = [
-        _conv(own[1], layers[0]),
-        F.max_unpool2d(_conv(F.pad(own[2], (1, 1, 1, 1)), layers[1]), i1, 2).relu(),
-        (own[3] @ layers[2].weight.T + layers[2].bias).relu(),
-    ]
-    _agree(module, fixed, x, guesses, target)
+    _agree(module, fixed, x, partial(activations_of_conv_relu_pool, x), guesses)
 
 
-def _agree(module, fixed, x, guesses, target):
+def _agree(module, fixed, x, activations, guesses):
+    """Compare with functions that return activations, and guesses of those of the fixed model."""
+    target = activations({n.removeprefix("net."): p for n, p in fixed.items()})[0]
+    guesses = guesses(module.terms[0].layers, *activations(dict(_named(module))))
     pairs = list(zip(guesses, target, strict=False))
     expected = sum(((g.flatten(1) - t.flatten(1)) ** 2).sum() / len(x) for g, t in pairs)
     params = [*module.net.parameters(), *module.terms[0].parameters()]
@@ -197,20 +200,17 @@ def test_layers_are_reconstructed_from_the_same_layers():
     x = images()
     module, fixed = matched(conv_relu_pool, x, source="same")
 
-    def run(p):
-        a1 = F.conv2d(x, p["0.weight"], p["0.bias"], padding=1).relu()
-        a2 = F.conv2d(F.max_pool2d(a1, 2), p["3.weight"], p["3.bias"]).relu()
-        return [a1, a2, a2.flatten(1) @ p["6.weight"].T + p["6.bias"]]
+    def activations(p):
+        return [activations_of_conv_relu_pool(x, p)[0][1:]]
 
-    own = run(dict(_named(module)))
-    target = run({n.removeprefix("net."): p for n, p in fixed.items()})
-    layers = module.terms[0].layers
-    guesses = [
-        _conv(own[0], layers[0]).relu(),
-        _conv(own[1], layers[1]).relu(),
-        own[2] @ layers[2].weight.T + layers[2].bias,
-    ]
-    _agree(module, fixed, x, guesses, target)
+    def guesses(layers, own):
+        return [
+            _conv(own[0], layers[0]).relu(),
+            _conv(own[1], layers[1]).relu(),
+            own[2] @ layers[2].weight.T + layers[2].bias,
+        ]
+
+    _agree(module, fixed, x, activations, guesses)
 
 
 # --- networks -------------------------------------------------------------------------------------
@@ -285,12 +285,11 @@ def adam(params):
     return torch.optim.Adam(params, lr=0.5)
 
 
-@pytest.mark.parametrize("optimizer", [None, adam])
-@pytest.mark.parametrize("keeps", ["reset", "local"])
+@pytest.mark.parametrize(
+    ("keeps", "optimizer"), [("reset", None), ("reset", adam), ("local", adam)]
+)
 def test_matching_layers_have_a_rate_and_an_optimizer_of_their_own(federation, keeps, optimizer):
     """One client, beside training with two optimizers of torch, of which one may go on."""
-    if optimizer is None and keeps == "local":
-        pytest.skip("SGD without momentum has no state")
     watch = Batches()
     matching = {"lr_factor": 0.4, "optimizer": optimizer}
     options = {"matching": matching, "loop": {"optimizer_state": keeps}, "num_clients": 1}
@@ -587,19 +586,14 @@ def test_an_assignment_to_a_buffer_is_refused():
     assert net.steps is steps
 
 
-class Untraceable(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.layer(x) if x.sum() > 0 else x[:, :3]
-
-
 @pytest.mark.parametrize(
     ("net", "points", "words"),
     [
-        (Untraceable(), None, "cannot be traced"),
+        (
+            Written(lambda n, x: n.a(x) if x.sum() > 0 else x[:, :3], a=nn.Linear(6, 3)),
+            None,
+            "cannot be traced",
+        ),
         (mlp(), ["relu"], "points contains 'relu'"),
         (
             nn.Sequential(nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 3), nn.ReLU()),
