@@ -244,11 +244,9 @@ class Opening(LightningDataModule):
 
 @pytest.mark.parametrize("has_val", [True, False])
 def test_what_a_teardown_releases_is_set_up_again(fit, has_val):
-    class Mine(Opening):
-        def val_dataloader(self):
-            return DataLoader(self.data, batch_size=4) if has_val else []
-
-    data, module = FromDataModule(Mine(), num_clients=4), Net()
+    mine = Opening()
+    mine.val_dataloader = lambda: DataLoader(mine.data, batch_size=4) if has_val else []
+    data, module = FromDataModule(mine, num_clients=4), Net()
     made = fit(data, module=module)
     split = [part.tolist() for part in data.parts]
     made.validate(module, datamodule=data, verbose=False)

@@ -8,46 +8,24 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
+import hf_rows
+from hf_rows import datasets, femnist, table
 from lightning_fl.datamodules import FederatedDataModule, FromHuggingFace
 from lightning_fl.partition import ByLabel
 from lightning_fl.types import FederationError
 from numbered import fitted
 
-datasets = pytest.importorskip("datasets", reason='needs pip install ".[hf]"')
-
 WRITERS = [f"f{i % 7:04d}_14" for i in range(60)]
 
 
-def images(n=60, mode="L"):
-    """Columns and types of FEMNIST as LEAF's on the hub."""
-    random = np.random.default_rng(0)
-    shape = (8, 6) if mode == "L" else (8, 6, 3)
-    pixels = [random.integers(0, 256, shape, dtype=np.uint8) for _ in range(n)]
-    columns = {
-        "image": [Image.fromarray(each) for each in pixels],
-        "writer_id": WRITERS[:n],
-        "hsf_id": [0] * n,
-        "character": [i % 5 for i in range(n)],
-    }
-    features = datasets.Features(
-        image=datasets.Image(),
-        writer_id=datasets.Value("string"),
-        hsf_id=datasets.Value("int64"),
-        character=datasets.ClassLabel(names=[str(i) for i in range(5)]),
-    )
-    return datasets.Dataset.from_dict(columns, features=features), pixels
+def images():
+    """Rows of FEMNIST, and their pixels."""
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 8, 6), dtype=np.uint8)
+    return femnist([Image.fromarray(each) for each in pixels], WRITERS, 5), pixels
 
 
 def numbers(n=60):
-    """A table of numbers."""
-    x = np.random.default_rng(0).normal(size=(n, 4)).astype(np.float32)
-    columns = {"x": x.tolist(), "label": (x[:, 0] > 0).astype(int).tolist(), "site": WRITERS[:n]}
-    features = datasets.Features(
-        x=datasets.List(datasets.Value("float32")),
-        label=datasets.Value("int64"),
-        site=datasets.Value("string"),
-    )
-    return datasets.Dataset.from_dict(columns, features=features)
+    return hf_rows.numbers(WRITERS[:n])
 
 
 def split(rows, **options):
@@ -57,11 +35,8 @@ def split(rows, **options):
 
 def test_images_by_writer():
     given, pixels = images()
-    data = fitted(
-        FederatedDataModule.from_hf(
-            given, label="character", partition_by="writer_id", val_size=0, batch_size=4
-        )
-    )
+    options = {"label": "character", "partition_by": "writer_id", "val_size": 0}
+    data = fitted(FederatedDataModule.from_hf(given, **options))
     assert data.client_names == sorted(set(WRITERS))
     assert data.num_samples.tolist() == [WRITERS.count(name) for name in sorted(set(WRITERS))]
     x, y = data.train[9]
@@ -74,9 +49,7 @@ def test_images_by_writer():
 
 def pictures(*given):
     """Rows with these images."""
-    columns = {"image": given, "label": [0] * len(given)}
-    features = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
-    return datasets.Dataset.from_dict(columns, features=features)
+    return table(image=(given, datasets.Image()), label=([0] * len(given), "int64"))
 
 
 RED = Image.new("RGB", (4, 3), (255, 0, 0))
@@ -95,8 +68,7 @@ def test_images_of_other_modes_need_a_transform(mode):
 @pytest.mark.parametrize("transform", [None, np.array])
 def test_a_mask_needs_a_label_transform(transform):
     classes = Image.fromarray(np.array([[0, 1, 2], [2, 1, 0]], dtype=np.uint8))
-    kinds = datasets.Features(image=datasets.Image(), mask=datasets.Image())
-    rows = datasets.Dataset.from_dict({"image": [RED], "mask": [classes]}, features=kinds)
+    rows = table(image=([RED], datasets.Image()), mask=([classes], datasets.Image()))
     options = {"label": "mask", "transform": transform, "num_clients": 1, "val_size": 0}
     data = fitted(FromHuggingFace(rows, **options))
     with pytest.raises(TypeError, match="PIL"):
@@ -228,12 +200,9 @@ def test_streams_and_missing_data_are_refused(tmp_path):
         FromHuggingFace(datasets.DatasetDict(test=numbers()), input="x").setup("fit")
 
 
-def named(*classes, n=10):
-    features = datasets.Features(
-        x=datasets.Sequence(datasets.Value("float32")), label=datasets.ClassLabel(names=classes)
-    )
-    columns = {"x": [[float(i)] for i in range(n)], "label": [i % 2 for i in range(n)]}
-    return datasets.Dataset.from_dict(columns, features=features)
+def named(*classes):
+    labels = [i % 2 for i in range(10)]
+    return table(x=(labels, "float32"), label=(labels, datasets.ClassLabel(names=classes)))
 
 
 @pytest.mark.parametrize("part", ["validation", "test"])

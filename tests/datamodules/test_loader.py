@@ -122,10 +122,8 @@ def drawn(data):
 
 
 def noisy(workers=0, round=0):
-    data = FederatedDataModule(
-        Noisy(), test=Noisy(9), num_clients=4, batch_size=4, val_size=9, num_workers=workers
-    )
-    data.setup()
+    data = federated(Noisy(), test=Noisy(9), batch_size=4, val_size=9, num_workers=workers)
+    data.setup("test")
     data.plan = lambda: plan(data, round=round)
     return data
 
@@ -334,10 +332,8 @@ class TwoSizes(Lists):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_two_shapes_are_named_with_a_remedy(workers):
-    data = FederatedDataModule(
-        TwoSizes(), TwoSizes(), TwoSizes(), num_clients=4, num_workers=workers
-    )
-    data.setup()
+    data = federated(TwoSizes(), val=TwoSizes(), test=TwoSizes(), num_workers=workers)
+    data.setup("test")
     hint = r"collating the samples \[\d.*\] of {}: give them the same shape, or pass collate_fn"
     reads = {
         "val": lambda: list(data.val_dataloader()),
@@ -372,26 +368,19 @@ def processes(data, rounds=3):
 
 def test_loader_processes_may_stay_for_all_rounds():
     others = set(multiprocessing.active_children())
-    made = {
-        kept: federated(
-            InProcess(),
-            val_size=10,
-            batch_size=4,
-            eval_batch_size=5,
-            num_workers=2,
-            persistent_workers=kept,
-        )
-        for kept in (False, True)
-    }
-    (new, expected), (kept, found) = (processes(made[kept]) for kept in (False, True))
+    options = {"val_size": 10, "batch_size": 4, "eval_batch_size": 5, "num_workers": 2}
+    started, stays = (
+        federated(InProcess(), persistent_workers=kept, **options) for kept in (False, True)
+    )
+    (new, expected), (kept, found) = processes(started), processes(stays)
     assert found == expected
     assert (len(new), len(kept)) == (12, 4)
-    made[True].replace_samples(InProcess())  # others, which these processes do not have
-    assert not processes(made[True])[0] <= kept
-    made[True].restore_samples()
-    assert len(processes(made[True])[0] - kept) == 0
+    stays.replace_samples(InProcess())  # others, which these processes do not have
+    assert not processes(stays)[0] <= kept
+    stays.restore_samples()
+    assert len(processes(stays)[0] - kept) == 0
     assert len(set(multiprocessing.active_children()) - others) == 6
-    made[True].teardown("fit")
+    stays.teardown("fit")
     assert not set(multiprocessing.active_children()) - others
 
 

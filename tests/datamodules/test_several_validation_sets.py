@@ -27,21 +27,8 @@ class Net(ClientModule):
         self.log("val_loss", self.federated_losses(batch).mean(), batch_size=len(batch[1]))
 
 
-class Lists(LightningDataModule):
-    def __init__(self, *sets):
-        super().__init__()
-        self.sets = sets
-
-    def train_dataloader(self):
-        return DataLoader(self.sets[0], batch_size=8, shuffle=True)
-
-    def val_dataloader(self):
-        second = DataLoader(self.sets[2], batch_size=99, collate_fn=self.doubled)
-        return [DataLoader(self.sets[1], batch_size=7), second]
-
-    @staticmethod
-    def doubled(samples):
-        return [each.repeat_interleave(2, 0) for each in default_collate(samples)]
+def doubled(samples):
+    return [each.repeat_interleave(2, 0) for each in default_collate(samples)]
 
 
 def loss(net, data):
@@ -52,7 +39,9 @@ def loss(net, data):
 @pytest.mark.parametrize("group_size", [None, 3])
 def test_a_list_of_loaders_is_validated_one_after_another(fit, blobs, group_size):
     first, second = blobs(20), blobs(30)
-    mine = Lists(blobs(60), first, second)
+    mine = LightningDataModule.from_datasets(blobs(60), batch_size=8)
+    loader = DataLoader(second, batch_size=99, collate_fn=doubled)
+    mine.val_dataloader = lambda: [DataLoader(first, batch_size=7), loader]
     module, loop = Net(), FederatedLoop(policy=Schedule(lr=0.1), seed=0)
     user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
     fit(user, loop, FromDataModule(mine, num_clients=3), rounds=2)

@@ -73,9 +73,12 @@ def test_callbacks_that_only_look_change_nothing(fit, foreign, flat, tmp_path, m
 # --- fine-tuning ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def finetuned(linear, trainer, data, blobs, flat):
-    """Train a head, and from round 3 on its backbone, too; saves at the end."""
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
+@pytest.mark.parametrize("train_bn", [True, False])
+def test_a_backbone_that_was_unfrozen_trains_on_after_a_resume(
+    linear, trainer, data, flat, tmp_path, train_bn
+):
+    """A head is trained, and from round 3 on its backbone, too."""
 
     class Two(type(linear())):
         def __init__(self):
@@ -92,28 +95,21 @@ def finetuned(linear, trainer, data, blobs, flat):
             trained = [p for p in self.parameters() if p.requires_grad]
             return torch.optim.Adam(trained, lr=0.01)
 
-    def run(rounds, save=None, resume=None, wrap=lambda m: m, train_bn=True):
+    def run(rounds, save=None, resume=None):
         torch.manual_seed(0)
         module = Two().double()
         callback = BackboneFinetuning(2, backbone_initial_ratio_lr=0.1, train_bn=train_bn)
         made = trainer(FederatedLoop(buffers="average", seed=0), rounds, [callback])
-        made.fit(wrap(module), datamodule=data(), ckpt_path=resume)
+        made.fit(module, datamodule=data(), ckpt_path=resume)
         if save is not None:
             made.save_checkpoint(save)
         return flat(module)
 
-    return run
-
-
-@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
-@pytest.mark.parametrize("train_bn", [True, False])
-def test_a_backbone_that_was_unfrozen_trains_on_after_a_resume(finetuned, train_bn, tmp_path):
-    undisturbed = finetuned(5, train_bn=train_bn)
+    undisturbed = run(5)
     for cut in (2, 4):
         path = tmp_path / f"{cut}.ckpt"
-        finetuned(cut, save=path, train_bn=train_bn)
-        resumed = finetuned(5, resume=str(path), train_bn=train_bn)
-        assert torch.equal(resumed, undisturbed), f"resumed after {cut} rounds"
+        run(cut, save=path)
+        assert torch.equal(run(5, resume=str(path)), undisturbed), f"resumed after {cut} rounds"
 
 
 def test_finetuning_is_refused_in_vectorized_training(foreign, fit):

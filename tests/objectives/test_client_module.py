@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
+from by_hand import Batches
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
@@ -47,18 +48,6 @@ def figures(kind, weight, bias, x, y):
     return {f"{kind}_loss": float(loss), f"{kind}_acc": float(accuracy)}
 
 
-class Noting(ClientModule):
-    """Notes the batches that it is trained on."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.batches = []
-
-    def training_step(self, batch, batch_idx):
-        self.batches.append(batch)
-        return super().training_step(batch, batch_idx)
-
-
 # --- by hand --------------------------------------------------------------------------------------
 
 
@@ -82,46 +71,35 @@ def test_the_loss_of_a_step_is_the_mean_plus_the_terms(module, blobs):
 
 
 @pytest.mark.parametrize("mu", [None, 0.0, 0.7])
-def test_all_figures_of_a_federation_are_those_by_hand(fit, module, blobs, trainer, mu):
-    terms = [] if mu is None else [Proximal(mu)]
-    made = module(Noting, terms=terms)
-    weight, bias = own(made)
-    data = FederatedDataModule(
-        blobs(),
-        blobs(60, seed=1),
-        blobs(50, seed=2),
-        partition=QuantitySkew(),
-        num_clients=3,
-        batch_size=16,
-        eval_batch_size=25,  # 25, 25 and 10
-    )
+def test_all_figures_of_a_federation_are_those_by_hand(fit, module, data, blobs, trainer, mu):
+    made = module(terms=[] if mu is None else [Proximal(mu)])
+    (weight, bias), seen = own(made), Batches()
+    sizes = {"batch_size": 16, "eval_batch_size": 25}  # 25, 25 and 10
+    samples = data(num_clients=3, partition=QuantitySkew(), test=blobs(50, seed=2), **sizes)
     policy = Schedule(lr=0.2, local_epochs=2, decay=0.5)
-    loop = fit(made, FederatedLoop(policy=policy), data, rounds=3)
-    batches, mu = iter(made.batches), mu or 0.0
-    for t, row in enumerate(loop.rows):
-        total, seen, moved = 0.0, 0, []
-        for n in data.num_samples.tolist():
+    loop = fit(made, FederatedLoop(policy=policy), samples, rounds=3, callbacks=[seen])
+    mu = mu or 0.0
+    for t, (row, clients) in enumerate(zip(loop.rows, seen.rounds, strict=True)):
+        total, moved = 0.0, []
+        for n, batches in zip(samples.num_samples.tolist(), clients.values(), strict=True):
+            assert sum(len(y) for _, y in batches) == 2 * n
             w, b = weight.clone(), bias.clone()
-            for _ in range(2 * -(-n // 16)):
-                x, y = next(batches)
+            for x, y in batches:
                 loss, w_gradient, b_gradient = cross_entropy(w, b, x, y)
                 drift = (w - weight).square().sum() + (b - bias).square().sum()
                 total += (loss.mean() + mu / 2 * drift) * len(y)
-                seen += len(y)
                 w, b = (
                     w - 0.2 * 0.5**t * (w_gradient + mu * (w - weight)),
                     b - 0.2 * 0.5**t * (b_gradient + mu * (b - bias)),
                 )
             moved.append((n / 120 * w, n / 120 * b))
         weight, bias = (sum(parts) for parts in zip(*moved, strict=True))
-        assert seen == 240
         expected = figures("val", weight, bias, *blobs(60, seed=1).tensors)
-        expected["train_loss"] = float(total / seen)
+        expected["train_loss"] = float(total / 240)
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6)
-    assert next(batches, None) is None
     torch.testing.assert_close(own(made), (weight, bias), atol=1e-12, rtol=0)
 
-    (found,) = trainer(False).test(made, datamodule=data, verbose=False)
+    (found,) = trainer(False).test(made, datamodule=samples, verbose=False)
     expected = figures("test", weight, bias, *blobs(50, seed=2).tensors)
     assert found == pytest.approx(expected, rel=1e-6)
 
@@ -247,12 +225,17 @@ def test_outside_of_a_federation_terms_hold_it_where_it_began(trainer, module, b
     assert moved[1] < moved[0] / 3
 
 
+class Calling(ClientModule):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
 class Instead(ClientModule):
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("kind", [Noting, Instead])
+@pytest.mark.parametrize("kind", [Calling, Instead])
 def test_a_step_that_leaves_out_the_terms_is_said(fit, kind):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

@@ -11,6 +11,7 @@ from lightning_fl import ClientModule
 from lightning_fl.functional.contrastive import model_contrastive_loss
 from lightning_fl.objectives import MOON
 from lightning_fl.types import FederationError
+from written import Written
 
 
 @pytest.mark.parametrize(("batchnorm", "point"), [(False, None), (True, "2")])
@@ -62,23 +63,18 @@ def test_limits(run):
     torch.testing.assert_close(far, torch.full_like(far, 200.0))
 
 
-class Batch(nn.Module):
-    """A functional layer before the classifier."""
-
-    def __init__(self, last):
-        super().__init__()
-        self.one, self.two, self.last = nn.Linear(6, 4), nn.Linear(4, 3), last
-
-    def forward(self, x):
-        return self.last(self.two(self.one(x).relu_()))
+def ending_with(last, point=None):
+    """A module with a functional layer before the classifier."""
+    layers = {"one": nn.Linear(6, 4), "two": nn.Linear(4, 3), "last": last}
+    net = Written(lambda net, x: net.last(net.two(net.one(x).relu_())), **layers)
+    return ClientModule(net, [MOON(point=point)], sgd()).double()
 
 
 def test_representation_is_found_or_refused(run):
     for last in (nn.Identity(), nn.LogSoftmax(1)):
         with pytest.raises(FederationError, match="set point to the name of a module"):
-            run(ClientModule(Batch(last), [MOON()], sgd()).double(), rounds=1)
+            run(ending_with(last), rounds=1)
     for point in ("last", "three"):
         with pytest.raises(FederationError, match="point"):
-            run(ClientModule(Batch(nn.LogSoftmax(1)), [MOON(point=point)], sgd()).double())
-    functional = ClientModule(Batch(nn.Linear(3, 3)), [MOON()], sgd()).double()
-    run(functional, rounds=2)
+            run(ending_with(nn.LogSoftmax(1), point))
+    run(ending_with(nn.Linear(3, 3)), rounds=2)

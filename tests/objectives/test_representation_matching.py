@@ -59,8 +59,9 @@ def conv_relu_pool():
     )
 
 
-def images(n=6, size=12):
-    return torch.randn(n, 2, size, size, dtype=torch.float64)
+def images():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(6, 2, 12, 12, dtype=torch.float64, generator=generator)
 
 
 def matched(net, x, **options):
@@ -128,7 +129,6 @@ def _conv(x, layer):
 @pytest.mark.parametrize("kernel_size", [1, 3, 5])
 def test_pooling_is_reversed_before_the_layer_where_it_follows_a_convolution(kernel_size):
     """conv - pool - ReLU, with torch's own max_unpool2d."""
-    torch.manual_seed(1)
     x = images()
     module, fixed = matched(conv_pool_relu, x, kernel_size=kernel_size)
     assert module.terms[0].layers[0].weight.shape == (2, 3, kernel_size, kernel_size)
@@ -164,7 +164,6 @@ def activations_of_conv_relu_pool(x, p):
 
 def test_pooling_is_reversed_after_the_layer_where_it_follows_the_nonlinearity():
     """conv - ReLU - pool: the switches have the target's channels."""
-    torch.manual_seed(1)
     x = images()
     module, fixed = matched(conv_relu_pool, x)
 
@@ -196,7 +195,6 @@ def _agree(module, fixed, x, activations, guesses):
 
 def test_layers_are_reconstructed_from_the_same_layers():
     """Without unpooling; the input, which both models share, is left out."""
-    torch.manual_seed(1)
     x = images()
     module, fixed = matched(conv_relu_pool, x, source="same")
 
@@ -392,7 +390,7 @@ def pooled(pool, **layers):
     return lambda: Written(
         lambda net, x: net.top(F.relu(net.b(pool(net, F.relu(net.a(x))))).flatten(1)),
         **layers,
-        top=nn.LazyLinear(3),
+        top=nn.Linear(108, 3),
     )
 
 
@@ -414,10 +412,7 @@ def test_every_form_of_max_pooling_is_reversed(name):
     pool, layers = POOLINGS[name]
     x, found_losses = images(), []
     for make in (pooled(pool, **layers), pooled(lambda net, x: F.max_pool2d(x, 2))):
-        torch.manual_seed(0)
-        net = make()
-        net(x[:1].float())
-        module, fixed = matched(lambda net=net: net, x)
+        module, fixed = matched(make, x)
         plain = module.net(x)
         torch.testing.assert_close(module.recorder(x)[0], plain, atol=0, rtol=0)
         assert len(module.recorder.points[2].unpool_first) == 1
@@ -456,11 +451,9 @@ def test_a_batch_that_is_changed_in_place_is_the_same_for_both(in_place):
         x = x.sub_(1.0) if in_place else x - 1.0
         return net.top(F.gelu(net.first(x)))
 
-    def make():
-        return Written(forward, first=nn.Linear(6, 5), top=nn.Linear(5, 3))
-
+    net = Written(forward, first=nn.Linear(6, 5), top=nn.Linear(5, 3))
     x = torch.ones(4, 6, dtype=torch.float64) * 3
-    module, fixed = matched(make, torch.ones(1, 6, dtype=torch.float64))
+    module, fixed = matched(lambda: net, torch.ones(1, 6, dtype=torch.float64))
     module.federated_global_parameters = {**fixed}
     batch = x.clone(), torch.tensor([0, 1, 2, 0])
     found = module.training_step(batch, 0)

@@ -359,11 +359,6 @@ def test_more_clients_than_keys_is_an_error():
         Natural()(torch.tensor([1, 1, 1, 2, 2]), 5, rng())
 
 
-def test_iid_is_a_shuffle_and_not_a_cut():
-    first = IID()(torch.zeros(1000), 2, rng())[0]
-    assert 200 < (first < 500).sum() < 300
-
-
 def test_a_stratified_split_is_random_within_a_class():
     labels = torch.tensor([0] * 400 + [1] * 400)
     first = IID(stratified=True)(labels, 2, rng())[0]
@@ -375,7 +370,3 @@ def test_what_the_largest_gives_is_random():
     parts = list(torch.arange(101).split([100, 1]))
     given_away = {_top_up(parts, 2, rng(seed))[1][-1].item() for seed in range(20)}
     assert len(given_away) > 10
-
-
-def test_iid_sizes_differ_by_at_most_one():
-    assert [len(part) for part in IID()(torch.zeros(11), 4, rng())] == [3, 3, 3, 2]
