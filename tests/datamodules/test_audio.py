@@ -13,7 +13,7 @@ from lightning_fl.datamodules import Augment, LogMel, SpeechCommands, SpokenDigi
 from lightning_fl.datamodules.audio import read_wav
 from lightning_fl.partition import ByLabel, Natural
 from lightning_fl.types import FederationError
-from numbered import plan
+from numbered import fitted, plan
 
 # --- files ----------------------------------------------------------------------------------------
 
@@ -190,10 +190,9 @@ def test_speech_commands_are_split_by_their_lists(commands):
 
 def test_kept_features_are_those_of_the_device(digits):
     kept, made = (
-        SpokenDigits(str(digits), cache_features=cache, val_size=0) for cache in (True, False)
+        fitted(SpokenDigits(str(digits), cache_features=cache, val_size=0))
+        for cache in (True, False)
     )
-    for data in (kept, made):
-        data.setup("fit")
     x, y = made.on_after_batch_transfer(made.train.fetch(torch.arange(8)), 0)
     again, labels = kept.on_after_batch_transfer(kept.train.fetch(torch.arange(8)), 0)
     torch.testing.assert_close(x, again)

@@ -32,8 +32,8 @@ from tutorial import Net, trainer
 def fit(tmp_path):
     """Federate a data module; returns the Trainer."""
 
-    def run(mine, rounds=1, module=None, **options):
-        made = trainer(tmp_path, FederatedLoop(seed=0), rounds=rounds)
+    def run(mine, rounds=1, module=None, logger=False, **options):
+        made = trainer(tmp_path, FederatedLoop(seed=0), rounds=rounds, logger=logger)
         data = mine if isinstance(mine, FromDataModule) else FromDataModule(mine, num_clients=4)
         made.fit(Net() if module is None else module, datamodule=data, **options)
         return made
@@ -268,15 +268,13 @@ def test_samples_after_a_teardown_are_split_again():
         data.teardown("fit")
 
 
-def test_hyperparameters_are_those_of_the_data_module(tmp_path):
+def test_hyperparameters_are_those_of_the_data_module(fit, tmp_path):
     class Saving(Mine):
         def __init__(self, augment=True):
             super().__init__()
             self.save_hyperparameters()
 
-    made = trainer(tmp_path, FederatedLoop(seed=0), rounds=1)
-    made.logger = CSVLogger(tmp_path)
-    made.fit(Net(), datamodule=FromDataModule(Saving(False), num_clients=4))
+    made = fit(Saving(False), logger=CSVLogger(tmp_path))
     assert "augment: false" in Path(made.logger.log_dir, "hparams.yaml").read_text()
     made.save_checkpoint(tmp_path / "one.ckpt")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=True)
@@ -294,9 +292,8 @@ def test_a_random_sampler_with_replacement_needs_the_option():
 
 def test_what_is_no_data_module_is_refused():
     for wrong in (TensorDataset(torch.zeros(3)), FederatedDataModule()):
-        with pytest.raises(
-            FederationError, match=f"that is not a .*, got '{type(wrong).__name__}'"
-        ):
+        words = f"that is not a .*, got '{type(wrong).__name__}'"
+        with pytest.raises(FederationError, match=words):
             FromDataModule(wrong)
     for option in ("val", "eval_batch_size", "drop_last", "collate_fn"):
         with pytest.raises(TypeError, match=option):

@@ -267,9 +267,8 @@ def test_a_sample_that_cannot_be_read_is_named_with_its_client(
 
 
 def test_batches_of_validation_are_refused_too(data, blobs):
-    federation = fitted(
-        data(blobs(12), val=Corrupt(blobs(4), {0, 1, 2, 3}), collate_fn=drop_corrupt)
-    )
+    corrupt = Corrupt(blobs(4), {0, 1, 2, 3})
+    federation = fitted(data(blobs(12), val=corrupt, collate_fn=drop_corrupt))
     with pytest.raises(FederationError, match=r"for the samples \[0, 1, 2, 3\] of val, but"):
         list(federation.val_dataloader())
 

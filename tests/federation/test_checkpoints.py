@@ -92,9 +92,8 @@ def test_hostile_file_runs_no_code(tmp_path, monkeypatch, where):
     spot["x"] = Payload(tmp_path / "ran")
     torch.save(tree, tmp_path / "hostile.ckpt")
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # many set it for other projects
-    with pytest.raises(
-        FederationError, match=rf"{tmp_path}/hostile.ckpt holds more than data: .*posix.mkdir"
-    ):
+    words = rf"{tmp_path}/hostile.ckpt holds more than data: .*posix.mkdir"
+    with pytest.raises(FederationError, match=words):
         load(tmp_path / "hostile.ckpt")
     assert not (tmp_path / "ran").exists()
     # A user who trusts a checkpoint can say so.
@@ -146,10 +145,9 @@ def test_file_does_not_choose_the_class_of_the_model(tmp_path, monkeypatch, caps
     monkeypatch.syspath_prepend(str(tmp_path))
     tree = {**VERSION, "state_dict": {}, "hyper_parameters": {"_class_path": "evil.Model"}}
     torch.save(tree, tmp_path / "a.ckpt")
-    quiet = ["--trainer.enable_progress_bar=false", "--trainer.logger=false"]
-    command(
-        monkeypatch, "test", "--config=digits.yaml", f"--ckpt_path={tmp_path / 'a.ckpt'}", *quiet
-    )
+    options = ["--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+    options.append(f"--ckpt_path={tmp_path / 'a.ckpt'}")
+    command(monkeypatch, "test", "--config=digits.yaml", *options)
     assert "the model does not match the checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 

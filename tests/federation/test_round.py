@@ -144,7 +144,7 @@ def test_what_clients_would_train_together_is_refused(fit, linear, regression, m
 def test_gradients_of_a_client_do_not_reach_the_next(fit, linear, regression):
     """A module that accumulates gradients over two of three steps."""
 
-    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+    def step(self, epoch, batch_idx, optimizer, closure):
         if batch_idx % 2:
             optimizer.step(closure=closure)
         else:
@@ -157,11 +157,7 @@ def test_gradients_of_a_client_do_not_reach_the_next(fit, linear, regression):
         if batch_idx % 2:
             self.optimizers().zero_grad()
 
-    methods = {
-        "optimizer_step": optimizer_step,
-        "optimizer_zero_grad": keep,
-        "on_train_batch_end": clear,
-    }
+    methods = {"optimizer_step": step, "optimizer_zero_grad": keep, "on_train_batch_end": clear}
     found = []
     for clients in ([0], [1], [0, 1]):
         made = changed(linear, **methods)

@@ -88,10 +88,8 @@ def test_all_figures_of_a_federation_are_those_by_hand(fit, module, data, blobs,
                 loss, w_gradient, b_gradient = cross_entropy(w, b, x, y)
                 drift = (w - weight).square().sum() + (b - bias).square().sum()
                 total += (loss.mean() + mu / 2 * drift) * len(y)
-                w, b = (
-                    w - 0.2 * 0.5**t * (w_gradient + mu * (w - weight)),
-                    b - 0.2 * 0.5**t * (b_gradient + mu * (b - bias)),
-                )
+                w = w - 0.2 * 0.5**t * (w_gradient + mu * (w - weight))
+                b = b - 0.2 * 0.5**t * (b_gradient + mu * (b - bias))
             moved.append((n / 120 * w, n / 120 * b))
         weight, bias = (sum(parts) for parts in zip(*moved, strict=True))
         expected = figures("val", weight, bias, *blobs(60, seed=1).tensors)

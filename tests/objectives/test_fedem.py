@@ -23,6 +23,11 @@ from written import Written
 sgd = functools.partial(torch.optim.SGD, lr=0.3)
 
 
+def stacked(nets):
+    """Weights and biases of linear networks, ``[M, 21]``."""
+    return torch.stack([torch.cat([n.weight.flatten(), n.bias]).detach() for n in nets])
+
+
 def responsibilities(losses, log_weights):
     return log_responsibilities(losses, log_weights).exp()
 
@@ -65,10 +70,7 @@ def test_rounds_are_the_algorithm(federation):
     seen, policy = Batches(), Schedule(num_steps=2)
     module, loop, _ = federation(3, policy=policy, batch_size=None, callbacks=[seen])
     start = FedEM(nn.Linear(6, 3), 2, sgd, seed=0).double()
-    theta = torch.stack(
-        [torch.cat([n.weight.flatten(), n.bias]).detach() for n in start.net]
-    )  # [M, 21]
-    pi = {}
+    theta, pi = stacked(start.net), {}
 
     def losses(theta, x, y):
         logits = [x @ t[:18].view(3, 6).T + t[18:] for t in theta]
@@ -89,8 +91,7 @@ def test_rounds_are_the_algorithm(federation):
             counts.append(len(x))
         p = torch.tensor(counts, dtype=torch.float64) / sum(counts)
         theta = sum(w * each for w, each in zip(p, moved, strict=True))
-    found = torch.stack([torch.cat([n.weight.flatten(), n.bias]).detach() for n in module.net])
-    torch.testing.assert_close(found, theta, atol=1e-12, rtol=0)
+    torch.testing.assert_close(stacked(module.net), theta, atol=1e-12, rtol=0)
     for client, weights in pi.items():
         kept = loop.store.get(client)
         mean = kept["parameter.log_expected"].exp() / kept["parameter.seen"]

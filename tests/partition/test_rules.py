@@ -353,9 +353,8 @@ def test_whole_keys_go_to_the_client_with_fewest_samples():
 
 
 def test_more_clients_than_keys_is_an_error():
-    with pytest.raises(
-        FederationError, match=r"num_clients must be .*\[1, 2\], got 5: each client needs a key"
-    ):
+    words = r"num_clients must be .*\[1, 2\], got 5: each client needs a key"
+    with pytest.raises(FederationError, match=words):
         Natural()(torch.tensor([1, 1, 1, 2, 2]), 5, rng())
 
 
