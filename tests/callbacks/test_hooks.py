@@ -413,7 +413,7 @@ def test_the_table_shows_the_mean_rate_of_the_clients_steps(fit, scheduled, data
 
     class Work(HyperparameterPolicy):
         def sample(self, round, clients):
-            return {"num_steps": 1 + clients % 2, "lr": 0.2 - 0.1 * (clients == 3).double()}
+            return {"num_steps": 2 - clients % 2, "lr": 0.2 - 0.1 * (clients == 3).double()}
 
     logged, loop = [], FederatedLoop(policy=Work())
     look = LambdaCallback(
@@ -425,7 +425,7 @@ def test_the_table_shows_the_mean_rate_of_the_clients_steps(fit, scheduled, data
     rate = [0.2, 0.1, 0.05, 0.025]
     for t, row in enumerate(loop.rows):
         one, two = rate[2 * t], (rate[2 * t] + rate[2 * t + 1]) / 2
-        assert row["lr"] == pytest.approx((one + two + one + two / 2) / 4, rel=1e-12)
+        assert row["lr"] == pytest.approx((two + one + two + one / 2) / 4, rel=1e-12)
         assert logged[t] == pytest.approx(row["lr"], rel=1e-6)
 
 
