@@ -18,7 +18,7 @@ from lightning_fl.aggregators import Gossip
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.callbacks.client_table import summary
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.objectives import PerFedAvg, Proximal, RepresentationMatching
+from lightning_fl.objectives import PerFedAvg, Proximal
 from lightning_fl.optimizers import PFedMe
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
@@ -118,35 +118,6 @@ def test_local_steps_are_those_that_a_trainer_allows(train, lr):
         personal = descended(module.net.state_dict(), samples(data, client), steps, 0.25, factor=2)
         assert row["personal"] == accuracy(personal, data, client)
     assert any(row["personal"] != row["server"] for row in callback.rows)
-
-
-@pytest.mark.parametrize("group_size", [None, 2])
-def test_the_run_is_as_if_nobody_had_looked(train, flat, group_size):
-    """BatchNorm, dropout, terms, matching layers, kept momentum."""
-
-    def run(callback):
-        torch.manual_seed(0)
-        net = nn.Sequential(
-            nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(5, 3)
-        )
-        sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        terms = [Proximal(0.1), RepresentationMatching(0.1)]
-        module = ClientModule(net, terms, optimizer=sgd).double()
-        loop = FederatedLoop(buffers="average", optimizer_state="keep", seed=0, client_fraction=0.5)
-        train(callback, rounds=4, loop=loop, module=module, group_size=group_size)
-        return flat(module), loop
-
-    class Nothing(PersonalizedEvaluation):
-        def on_train_epoch_end(self, trainer, pl_module):
-            pass
-
-    (looked, one), (alone, other) = (
-        run(kind(every_n_rounds=1)) for kind in (PersonalizedEvaluation, Nothing)
-    )
-    assert torch.equal(looked, alone)
-    for row, wanted in zip(one.rows, other.rows, strict=True):
-        assert {n: row[n] for n in wanted} == wanted
-        assert "personal/mean" in row
 
 
 class Bound(ClientModule):
