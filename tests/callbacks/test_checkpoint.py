@@ -95,13 +95,7 @@ def test_the_loop_makes_lightnings_checkpoints_atomic(trainer, foreign, data):
     assert type(runner.strategy.checkpoint_io) is AtomicCheckpointIO
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        Own,
-        lambda: AsyncCheckpointIO(Own()),
-    ],
-)
+@pytest.mark.parametrize("make", [Own, lambda: AsyncCheckpointIO(Own())])
 def test_a_users_own_way_of_writing_checkpoints_is_left_alone(trainer, foreign, data, make):
     own = make()
     runner = trainer(rounds=1, plugins=[own])
@@ -164,12 +158,7 @@ def uninterrupted():
 
 @pytest.mark.parametrize(
     ("every", "stop", "rounds"),
-    [
-        (9, [], 4),
-        (9, [Stop(3, 5)], 3),
-        (3, [Stop(4, 0)], 4),
-        (9, [Stop(0, 2)], 0),
-    ],
+    [(9, [], 4), (9, [Stop(3, 5)], 3), (3, [Stop(4, 0)], 4), (9, [Stop(0, 2)], 0)],
     ids=["end", "amid", "third", "first"],
 )
 def test_a_run_that_stops_leaves_a_checkpoint_that_resumes(

@@ -15,12 +15,7 @@ from torch.utils.data import TensorDataset
 from keeping import keep
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import PFNM, ClusteredFL, FedAvg, Gossip
-from lightning_fl.callbacks import (
-    FederatedLoop,
-    LabelFlip,
-    PersonalizedEvaluation,
-    RunReport,
-)
+from lightning_fl.callbacks import FederatedLoop, LabelFlip, PersonalizedEvaluation, RunReport
 from lightning_fl.callbacks.report import round_figure
 from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
 from lightning_fl.policies import Schedule, Stragglers

@@ -14,11 +14,7 @@ from by_hand import descended
 from keeping import keep, resume
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import ClusteredFL, FedAvg, FedDyn, Gossip
-from lightning_fl.callbacks import (
-    FederatedLoop,
-    PersonalizedEvaluation,
-    RunReport,
-)
+from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RunReport
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Ditto, FedLC
 from lightning_fl.partition import Dirichlet
