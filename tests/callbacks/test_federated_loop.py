@@ -822,25 +822,6 @@ def test_figures_of_a_policy_that_learns_are_in_the_table(fit, linear):
     assert policy.mean.any()
 
 
-def test_clients_report_the_loss_of_what_they_start_from(fit, linear):
-    """By hand: the server's model on each client's first batch, in every round."""
-    started, batches, policy = [], {}, Listening("client_losses")
-
-    class Watching(L.Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            step = loop.plan().schedule[batch_idx]
-            if step.first:
-                batches[loop.round, step.rows[0]] = batch
-                started.append(module.net.weight.detach().clone())
-
-    loop = FederatedLoop(policy=policy, seed=0)
-    fit(linear(), loop, full_batches(4, 40, 8), rounds=2, callbacks=[Watching()])
-    assert len(policy.heard) == 2
-    for (round, row), (x, y), weight in zip(batches, batches.values(), started, strict=True):
-        expected = ((x @ weight[0] - y) ** 2).mean()
-        torch.testing.assert_close(policy.heard[round].losses[row], expected, atol=1e-12, rtol=0)
-
-
 def test_the_runs_seed_is_the_policys(fit, foreign):
     def rates(seed, own=None):
         policy = DiscreteGaussianReinforce({"lr": [0.01 * i for i in range(1, 9)]}, seed=own)

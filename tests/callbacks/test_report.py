@@ -15,7 +15,13 @@ from torch.utils.data import TensorDataset
 from keeping import keep
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import PFNM, ClusteredFL, FedAvg, Gossip
-from lightning_fl.callbacks import FederatedLoop, LabelFlip, PersonalizedEvaluation, RunReport
+from lightning_fl.callbacks import (
+    FederatedLoop,
+    LabelFlip,
+    PersonalizedEvaluation,
+    RoundProgress,
+    RunReport,
+)
 from lightning_fl.callbacks.report import round_figure
 from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
 from lightning_fl.policies import Schedule, Stragglers
@@ -129,10 +135,14 @@ def test_data_without_classes_are_split_without_a_picture(fit, linear, data, tmp
     assert environment(tmp_path)["no train_acc"].startswith("NotImplementedError: Module [Linear]")
 
 
-def test_without_a_federation_there_is_nothing_to_report(trainer, data):
+@pytest.mark.parametrize(
+    "callback", [RunReport(), RoundProgress(), LabelFlip()], ids=lambda each: type(each).__name__
+)
+def test_a_callback_without_a_federation_is_refused(trainer, data, callback):
     module = ClientModule(nn.Linear(6, 3)).double()
-    with pytest.raises(FederationError, match="RunReport requires a FederatedLoop"):
-        trainer(False, callbacks=[RunReport()]).fit(module, datamodule=data())
+    words = f"{type(callback).__name__} requires a FederatedLoop"
+    with pytest.raises(FederationError, match=words):
+        trainer(False, callbacks=[callback], enable_progress_bar=True).fit(module, data())
 
 
 # --- who took part --------------------------------------------------------------------------------
