@@ -32,14 +32,6 @@ class Net(Linear):
         return super().forward(x) * self.scale
 
 
-def samples_of(data):
-    """The samples of each client, ``(x, y)``."""
-    return [
-        tuple(map(torch.stack, zip(*(data.train[int(i)] for i in part), strict=True)))
-        for part in data.parts
-    ]
-
-
 @pytest.fixture
 def ragged(data, blobs):
     """Seven clients with different numbers of samples."""
@@ -107,8 +99,8 @@ def test_clients_are_evaluated_with_their_own_tensors(run, group_size, buffers):
         stored = {n.partition(".")[2]: v for n, v in loop.store.get(client).items()}
         assert len(stored) == (3 if buffers == "average" else 5)
         own.load_state_dict({**module.state_dict(), **stored})
-        x, y = zip(*(data.train[int(i)] for i in data.local_tests[client]), strict=True)
-        right = own.eval()(torch.stack(x)).argmax(1) == torch.stack(y)
+        x, y = data.train.fetch(data.local_tests[client])
+        right = own.eval()(x).argmax(1) == y
         assert row["server"] == pytest.approx(right.double().mean().item())
     assert torch.equal(module.net[3].weight, Net().net[3].weight)
 
@@ -175,7 +167,7 @@ def test_a_client_whose_local_parameters_are_not_finite_is_dropped(group_size, f
     options = {"policy": Schedule(num_steps=1), "buffers": "average", "seed": 1}
     loop = FederatedLoop(local_parameters=["scale"], **options)
     data.setup("fit")
-    means = torch.stack([x.mean() for x, _ in samples_of(data)])
+    means = torch.stack([data.train.fetch(part)[0].mean() for part in data.parts])
     module.limit = means.sort().values[-2]
     fit(module, loop, data, rounds=1, group_size=group_size)
     worst = int(means.argmax())
