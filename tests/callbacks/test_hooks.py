@@ -84,21 +84,16 @@ def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, wh
 
 def test_a_client_starts_after_all_hooks_with_its_own_random_numbers(fit, linear, data):
     """What hooks of the round's start draw does not reach the first client."""
-    drawn = {}
 
-    def run(draws):
-        module, key = linear(), draws
-        drawn[key] = []
-        module.on_train_epoch_start = lambda: torch.rand(draws)
+    def drawn(count):
+        module, found = linear(), []
         step = module.training_step
-        module.training_step = lambda batch, batch_idx: (
-            drawn[key].append(torch.rand(3).tolist()) or step(batch, batch_idx)
-        )
+        module.on_train_epoch_start = lambda: torch.rand(count)
+        module.training_step = lambda *batch: found.append(torch.rand(3).tolist()) or step(*batch)
         fit(module, FederatedLoop(seed=3), data(regression(), val=regression(9)), rounds=2)
+        return found
 
-    run(0)
-    run(5)
-    assert drawn[0] == drawn[5]
+    assert drawn(0) == drawn(5)
 
 
 # --- a client's own steps -------------------------------------------------------------------------

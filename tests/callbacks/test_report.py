@@ -401,9 +401,17 @@ def test_the_run_is_as_if_nobody_had_looked(train, data, flat, callbacks, rule, 
         assert ("personal/mean" in added) == bool(added) == (rule is FedAvg)
 
 
-@pytest.mark.parametrize("why", ["0", "personalized", "forward", "loss"])
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("0", "client_samples=0"),
+        ("personalized", "PersonalizedEvaluation uses test samples"),
+        ("forward", "NotImplementedError"),
+        ("loss", "the module does not return class scores"),
+    ],
+)
 def test_where_nothing_can_be_measured_the_reason_is_noted(
-    train, data, tmp_path, foreign, linear, why
+    train, data, tmp_path, foreign, linear, why, words
 ):
     module, callbacks, federated = None, [RunReport(0 if why == "0" else 200)], data()
     if why == "personalized":
@@ -415,12 +423,6 @@ def test_where_nothing_can_be_measured_the_reason_is_noted(
         module.forward = lambda x: module.net(x)
     loop = FederatedLoop(buffers="average")
     train(*callbacks, module=module, loop=loop, datamodule=federated, rounds=3)
-    words = {
-        "0": "client_samples=0",
-        "personalized": "PersonalizedEvaluation uses test samples",
-        "forward": "NotImplementedError",
-        "loss": "the module does not return class scores",
-    }[why]
     assert words in environment(tmp_path)["no train_acc"]
     assert "train_acc" not in clients(tmp_path)[0]
 
