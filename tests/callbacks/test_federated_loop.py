@@ -107,43 +107,30 @@ def test_the_global_generators_are_left_as_they_were(fit, foreign):
 # --- learning rates -------------------------------------------------------------------------------
 
 
-class Rates(Callback):
-    """Learning rates inside of a step and outside."""
-
-    def __init__(self):
-        self.inside, self.outside = [], []
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.inside.append([g["lr"] for g in optimizer.param_groups])
-
-    def on_train_batch_start(self, trainer, *args):
-        self.outside.append([g["lr"] for g in trainer.optimizers[0].param_groups])
+def rates(optimizer):
+    return [group["lr"] for group in optimizer.param_groups]
 
 
-def two_groups(module):
+def test_the_policys_lr_is_a_ratio_inside_the_step_only(fit, foreign, data):
+    module, inside, outside = foreign(), [], []
+
     def configure():
         groups = [{"params": [module.net[0].weight]}, {"params": [module.net[0].bias], "lr": 0.4}]
         optimizer = torch.optim.SGD(groups, lr=0.2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
     module.configure_optimizers = configure
-    return module
-
-
-def test_the_policys_lr_is_a_ratio_inside_the_step_only(fit, foreign, data):
-    rates = Rates()
-    policy = Schedule(lr=0.1, num_steps=1, decay=0.1)
-    fit(
-        two_groups(foreign()),
-        FederatedLoop(policy=policy, buffers="average"),
-        data(num_clients=1),
-        rounds=2,
-        callbacks=[rates],
+    look = LambdaCallback(
+        on_before_optimizer_step=lambda trainer, module, optimizer: inside.append(rates(optimizer)),
+        on_train_batch_start=lambda trainer, *_: outside.append(rates(trainer.optimizers[0])),
     )
+    policy = Schedule(lr=0.1, num_steps=1, decay=0.1)
+    loop = FederatedLoop(policy=policy, buffers="average")
+    fit(module, loop, data(num_clients=1), rounds=2, callbacks=[look])
     # Outside the scheduler's values, never the policy's; inside both.
-    assert rates.outside == [[0.2, 0.4], [0.1, 0.2]]
+    assert outside == [[0.2, 0.4], [0.1, 0.2]]
     expected = torch.tensor([[0.1, 0.2], [0.1 * 0.1 * 0.5, 0.2 * 0.1 * 0.5]])
-    torch.testing.assert_close(torch.tensor(rates.inside), expected)
+    torch.testing.assert_close(torch.tensor(inside), expected)
 
 
 def test_without_an_lr_the_decay_works_on_the_modules_own(fit, linear):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from lightning_fl import ClientModule
@@ -105,18 +105,6 @@ def linear_decay(optimizer, total):
 
 def one_cycle(optimizer, total):
     return {"scheduler": OneCycleLR(optimizer, 0.05, total_steps=total)}
-
-
-def warm_up(optimizer, total):
-    parts = [
-        LambdaLR(optimizer, lambda step: (step + 1) / 4),
-        LambdaLR(optimizer, lambda step: 1 - step / (total - 3)),
-    ]
-    return {"scheduler": SequentialLR(optimizer, parts, milestones=[3])}
-
-
-def plateau(optimizer, total):
-    return {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "interval": "epoch"}
 
 
 def every_round(optimizer, total):
@@ -327,43 +315,6 @@ def test_the_stepping_batches_of_a_stream_and_of_a_trial_run(fit, foreign, data,
 def test_a_learned_amount_of_work_without_a_bound_is_refused(fit, scheduled):
     with pytest.raises(FederationError, match="Override Learning"):
         fit(scheduled(linear_decay), FederatedLoop(policy=Learning()))
-
-
-SCHEDULERS = [linear_decay, one_cycle, warm_up, plateau, every_round]
-
-
-def expected(scheduler, federated):
-    """The rate after three rounds of the longest client alone, without a federation."""
-    federated.setup("fit")
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.05, momentum=0.5)
-    total = 3 * int(federated.batches_per_epoch.max())
-    config = {"interval": "step"} | scheduler(optimizer, total)
-    for _ in range(total if config["interval"] == "step" else 3):
-        optimizer.step()
-        config["scheduler"].step()
-    return optimizer.param_groups[0]["lr"]
-
-
-@pytest.mark.parametrize(
-    "scheduler",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each is not one_cycle)) for each in SCHEDULERS],
-)
-def test_a_schedule_ends_with_the_run_whoever_trains(fit, scheduled, data, blobs, scheduler):
-    """Sequentially, and vectorized with several local steps in a batch."""
-
-    def run(group_size=None):
-        module, loop = scheduled(scheduler), FederatedLoop(seed=3)
-        fit(module, loop, uneven(data, train=blobs(60)), group_size=group_size)
-        return module, loop.rows, loop.fit.trainer.optimizers[0].param_groups[0]["lr"]
-
-    module, rows, lr = run()
-    if scheduler is not plateau:
-        assert lr == pytest.approx(expected(scheduler, uneven(data, train=blobs(60))), abs=1e-15)
-    other, others, other_lr = run(group_size=3)
-    assert other_lr == lr
-    for one, two in zip(module.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, two, atol=1e-12, rtol=0)
-    assert [row["lr"] for row in others] == [row["lr"] for row in rows]
 
 
 @pytest.mark.parametrize(
