@@ -132,6 +132,18 @@ def moved(params, grads, lr=LR):
     return {n: p - lr * grads[n] for n, p in params.items()}
 
 
+def descended(params, batch, steps, lr, factor=1.0):
+    """Return the parameters of a linear layer after steps of gradient descent on one batch."""
+    x, y = batch
+
+    def loss(layer):
+        return factor * cross_entropy(x @ layer["weight"].T + layer["bias"], y)
+
+    for _ in range(steps):
+        params = moved(params, gradient(loss, params), lr)
+    return params
+
+
 def simulate(net, rounds, num_samples, train):
     """Return the global parameters and buffers after FedAvg.
 
