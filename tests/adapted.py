@@ -4,6 +4,9 @@ import torch
 from torch import nn
 
 from lightning_fl import ClientModule
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.partition import Dirichlet
+from lightning_fl.policies import Schedule
 
 
 class Adapter(nn.Module):
@@ -58,6 +61,14 @@ class Adapted(ClientModule):
     def on_client_end(self):
         super().on_client_end()
         self.seen[-1].append(self.state())
+
+
+def train(fit, data, module, rule, rounds=1, callbacks=(), **options):
+    """Train five clients with unequal numbers of samples; return the loop."""
+    loop = FederatedLoop(rule, **{"policy": Schedule(num_steps=2), "seed": 2, **options})
+    samples = data(num_clients=5, partition=Dirichlet(2.0))
+    fit(module, loop, samples, rounds=rounds, callbacks=callbacks)
+    return loop
 
 
 #: Names of the factors of both adapters.

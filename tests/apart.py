@@ -18,6 +18,25 @@ ROUNDS = 4
 CPU = {"accelerator": "cpu"}
 #: Options of the loop that the server and its clients both have.
 BOTH = ("buffers", "local_parameters")
+#: Of a federation that has what servers and clients keep, in ``lightning-fl fit`` and in an app.
+CONFIG = """
+seed_everything: 3
+trainer: {accelerator: cpu, max_epochs: 3, gradient_clip_val: 0.5, logger: false}
+model:
+  class_path: ClientModule
+  init_args:
+    net: {class_path: MLPClassifier, init_args: {sizes: [64, 20, 10]}}
+    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1, momentum: 0.5}}
+    terms: [{class_path: Proximal, init_args: {mu: 0.1}}]
+data:
+  class_path: Digits
+  init_args: {num_clients: 4, batch_size: 32}
+federation:
+  aggregator: FedAdam
+  policy: {class_path: Schedule, init_args: {lr: 0.1, num_steps: 3}}
+  clients_per_round: 3
+  optimizer_state: keep
+"""
 
 
 def net():

@@ -1,5 +1,6 @@
 """Federations by hand: batches of a real fit, a network without torch.nn, plain autograd."""
 
+import copy
 import functools
 
 import lightning as L
@@ -119,12 +120,28 @@ def gradient(loss, params):
     return dict(zip(leaves, grads, strict=True))
 
 
+def task_loss(params, buffers, batch):
+    return cross_entropy(forward(params, buffers, batch[0])[1], batch[1])
+
+
 def task_gradient(params, buffers, batch):
-    return gradient(lambda p: cross_entropy(forward(p, buffers, batch[0])[1], batch[1]), params)
+    return gradient(lambda p: task_loss(p, buffers, batch), params)
 
 
 def moved(params, grads, lr=LR):
     return {n: p - lr * grads[n] for n, p in params.items()}
+
+
+def descended(params, batch, steps, lr, factor=1.0):
+    """Return the parameters of a linear layer after steps of gradient descent on one batch."""
+    x, y = batch
+
+    def loss(layer):
+        return factor * cross_entropy(x @ layer["weight"].T + layer["bias"], y)
+
+    for _ in range(steps):
+        params = moved(params, gradient(loss, params), lr)
+    return params
 
 
 def simulate(net, rounds, num_samples, train):
@@ -149,10 +166,10 @@ def simulate(net, rounds, num_samples, train):
     return params, buffers
 
 
-def assert_equal(net, params, buffers):
+def assert_equal(net, params, buffers, rtol=0, atol=1e-12):
     now = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     for name, value in {**params, **buffers}.items():
-        torch.testing.assert_close(now[name].detach(), value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(now[name].detach(), value, rtol=rtol, atol=atol)
 
 
 def local(loop, client, name="personal"):
@@ -163,3 +180,39 @@ def local(loop, client, name="personal"):
         if rest:
             found[rest.replace("/", ".")] = row
     return found
+
+
+class Both:
+    """A module that clients train one after another and two at a time, beside the same by hand.
+
+    Args:
+        run: The fixture, which is :func:`federation`.
+        make: Function that returns a module of :func:`network`.
+        callbacks: Callbacks of the first fit.
+        options: Options of both fits.
+    """
+
+    def __init__(self, run, make, callbacks=(), **options):
+        self.user, self.other = make(), make()
+        self.first = copy.deepcopy(self.user.net)
+        self.loop, self.rounds, self.data = run(self.user, callbacks=callbacks, **options)
+        self.vectorized, _, _ = run(self.other, 2, **options)
+
+    def assert_trained_as(self, train, **tolerances):
+        """Compare with a function, as for :func:`simulate`; return its parameters and buffers."""
+        params, buffers = simulate(self.first, self.rounds, self.data.num_samples, train)
+        for module in (self.user, self.other):
+            assert_equal(module.net, params, buffers, **tolerances)
+        return params, buffers
+
+    def assert_kept(self, client, expected, name="personal"):
+        """Compare the tensors of a client's LocalNetwork after both fits."""
+        for loop in (self.loop, self.vectorized):
+            found = local(loop, client, name)
+            for key, value in expected.items():
+                torch.testing.assert_close(found[key], value, rtol=0, atol=1e-12)
+
+    def accuracy(self, client, params, buffers):
+        """Return the accuracy of a network on the test samples of a client."""
+        x, y = self.data.train.fetch(self.data.local_tests[client])
+        return (forward(params, buffers, x, train=False)[1].argmax(1) == y).double().mean()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, _utils
 
 import tutorial
-from lightning_fl import ClientModule
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.policies import Schedule
@@ -151,10 +151,12 @@ def trainer(tmp_path):
 
 @pytest.fixture
 def fit(trainer, data):
-    """Fit a module in a federation of blobs; returns the loop."""
+    """Fit a module in a federation of blobs, or groups of clients of it; returns the loop."""
 
-    def run(module, loop=None, datamodule=None, ckpt_path=None, **options):
+    def run(module, loop=None, datamodule=None, ckpt_path=None, group_size=None, **options):
         loop = FederatedLoop(buffers="average") if loop is None else loop
+        if group_size is not None:
+            module = VectorizedClients(module, group_size, compile=False)
         trainer(loop, **options).fit(
             module, datamodule=data() if datamodule is None else datamodule, ckpt_path=ckpt_path
         )

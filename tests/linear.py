@@ -6,9 +6,17 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def regression(n=24, features=3):
+    """Samples of a linear function with noise."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(n, features, generator=random, dtype=torch.float64)
+    return TensorDataset(x, x.sum(1) + torch.randn(n, generator=random, dtype=torch.float64))
 
 
 class Linear(L.LightningModule):

@@ -4,6 +4,7 @@ import copy
 
 import torch
 from lightning.pytorch import Callback
+from torch import nn
 
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop
@@ -12,10 +13,17 @@ from lightning_fl.policies import Schedule
 LR = 0.2
 
 
-def module(terms=(), **options):
+def linear():
+    return nn.Linear(4, 2)
+
+
+def hidden():
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def module(terms=(), make=linear, **options):
     torch.manual_seed(0)
-    net = torch.nn.Linear(4, 2)
-    return ClientModule(net, terms, lambda p: torch.optim.SGD(p, lr=LR, **options)).double()
+    return ClientModule(make(), terms, lambda p: torch.optim.SGD(p, lr=LR, **options)).double()
 
 
 def vector(made):
@@ -64,15 +72,34 @@ class Uneven(Schedule):
         return {"num_steps": 1 + clients % 3, "lr": 0.1 + 0.02 * clients.double()}
 
 
-def loss_and_gradient(point, x, y):
-    """Cross-entropy of the linear model, and its gradient."""
-    net = copy.deepcopy(module().net)
-    torch.nn.utils.vector_to_parameters(point, net.parameters())
-    loss = torch.nn.functional.cross_entropy(net(x), y)
+def loss_and_gradient(point, x, y, net=None):
+    """Cross-entropy of the linear model or of another network, and its gradient."""
+    net = copy.deepcopy(module().net if net is None else net)
+    nn.utils.vector_to_parameters(point, net.parameters())
+    loss = nn.functional.cross_entropy(net(x), y)
     grads = torch.autograd.grad(loss, list(net.parameters()))
     return loss.detach(), torch.cat([g.flatten() for g in grads])
+
+
+def trained(start, batches, lr=LR, mu=0.0, decay=0.0, added=0.0, net=None):
+    """The model of a client after its local steps, with terms that are added to gradients."""
+    y = start.clone()
+    for batch in batches:
+        _, gradient = loss_and_gradient(y, *batch, net)
+        y = y - lr * (gradient + mu * (y - start) + decay * y + added)
+    return y
+
+
+def close(found, expected, atol=1e-12):
+    """Compare up to rounding."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def samples_of(data, client):
     """All training samples of a client."""
     return tuple(t[data.parts[client]] for t in data.train.tensors)
+
+
+def of_all_samples(point, data, client):
+    """Loss of all training samples of a client, and its gradient."""
+    return loss_and_gradient(point, *samples_of(data, client))

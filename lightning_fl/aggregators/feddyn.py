@@ -37,8 +37,9 @@ class FedDyn(Aggregator):
     ``weighting="samples"``, the mean weighted by samples). It changes in a round that keeps the
     model, too. A client whose update is dropped keeps its :math:`g_k`. Only
     trained parameters have entries in :math:`g_k` and :math:`h`; floating-point buffers are
-    averaged. Traffic is that of FedAvg. Each client stores a vector of the size of the model, which
-    is saved in checkpoints.
+    averaged. Traffic is that of FedAvg; with ``weighting="samples"`` a client also receives its
+    strength, a number. Each client stores a vector of the size of the model, which is saved in
+    checkpoints.
 
     The evaluated model is :math:`x`, with which the next round starts. In the first round
     :math:`x` is the mean model plus the mean update times :math:`|S| / N`. For

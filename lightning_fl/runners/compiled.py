@@ -17,8 +17,8 @@ from lightning_fl.errors import first_line
 from lightning_fl.functional.summation import compile_sums
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 
-#: Maximum number of batch shapes to compile.
-MOST_GRAPHS = 2
+#: Maximum number of shapes of batches, with and without weights of samples, to compile.
+MOST_GRAPHS = 4
 #: Options of SGD that torch's function for a step takes.
 _OPTIONS = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
 _sgd = partial(sgd, has_sparse_grad=False, foreach=False, fused=False)
@@ -45,7 +45,7 @@ class Graphs:
         self._gradients = compiled(LocalStep.gradients, self._on_a_gpu)
         self._sgd_step = compiled(sgd_step, self._on_a_gpu)
         self._momentum: dict[tuple[str, int], Tensor] = {}
-        #: Whether to compile for batch shapes, by :func:`shape_of`.
+        #: Whether to compile for batches and weights, by :func:`shape_of`.
         self.shapes: dict[str, bool] = {}
         #: Shapes and kinds of steps (whether they update) with a graph.
         self._ready = set[tuple[str, bool]]()

@@ -313,7 +313,7 @@ class VectorizedRunner(ClientRunner):
     def _all(self, batch: Any, weight: Tensor | None, updates: bool) -> tuple[Tensor, Outcome]:
         """Make the step of all clients; their batches are ``[k, ...]``."""
         stacks, graphs = self.stacks, self.graphs
-        shape = "" if graphs is None else shape_of(batch)
+        shape = "" if graphs is None else shape_of((batch, weight))
         own = stacks.arguments(lambda t: t) | {"batch": batch, "weight": weight}
         params: Tensors = own.pop("params")
         if graphs is not None and graphs.shapes.get(shape):

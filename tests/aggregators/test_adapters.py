@@ -4,14 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from adapted import HEAD, PAIRS, Adapted
+from adapted import HEAD, PAIRS, Adapted, train
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import FedAvg, FlexLoRA, Staged, ZeroPadding
-from lightning_fl.callbacks import ClientFaults, FederatedLoop
+from lightning_fl.callbacks import ClientFaults
 from lightning_fl.functional.low_rank import draw_ranks
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.partition import Dirichlet
-from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 
@@ -25,14 +23,11 @@ OPTIMIZERS = [
 
 @pytest.fixture
 def run(fit, data):
-    """Fit a module of five clients with unequal numbers of samples; returns it and the loop."""
+    """Train a module of five clients; returns it and the loop."""
 
-    def run(rule, module=None, rounds=3, callbacks=(), **options):
+    def run(rule, module=None, rounds=1, **options):
         module = Adapted() if module is None else module
-        loop = FederatedLoop(rule, **{"policy": Schedule(num_steps=2), "seed": 2, **options})
-        samples = data(num_clients=5, partition=Dirichlet(2.0))
-        fit(module, loop, samples, rounds=rounds, callbacks=callbacks)
-        return module, loop
+        return module, train(fit, data, module, rule, rounds, **options)
 
     return run
 
@@ -59,11 +54,11 @@ def test_what_is_beyond_a_clients_rank_is_zero_before_and_after_training(run, ru
 
 def test_ranks_are_drawn_by_the_seed(run):
     for seed in (1, 2):
-        _, loop = run(FlexLoRA({1: 0.4, 4: 0.6}), rounds=1, seed=seed)
+        _, loop = run(FlexLoRA({1: 0.4, 4: 0.6}), seed=seed)
         wanted = draw_ranks({1: 0.4, 4: 0.6}, 5, generator(seed, RandomStream.RANKS))
         assert torch.equal(loop.aggregator.client_ranks, wanted)
-    assert run(FlexLoRA(3), rounds=1)[1].aggregator.client_ranks.tolist() == [3] * 5
-    assert run(FlexLoRA(), rounds=1)[1].aggregator.client_ranks.tolist() == [4] * 5
+    assert run(FlexLoRA(3))[1].aggregator.client_ranks.tolist() == [3] * 5
+    assert run(FlexLoRA())[1].aggregator.client_ranks.tolist() == [4] * 5
 
 
 # --- zero-padding, beside a plain derivation ----------------------------------------------------
@@ -98,11 +93,10 @@ def bytes_of(rank):
 
 
 def test_a_client_of_a_lower_rank_sends_and_receives_less(run):
-    rule = FlexLoRA
-    _, loop = run(rule(RANKS), rounds=1)
+    _, loop = run(FlexLoRA(RANKS))
     wanted = sum(bytes_of(rank) for rank in RANKS)
     assert (loop.rows[0]["bytes_up"], loop.rows[0]["bytes_down"]) == (wanted, wanted)
-    _, loop = run(rule(RANKS), clients_per_round=2)
+    _, loop = run(FlexLoRA(RANKS), rounds=3, clients_per_round=2)
     for row in loop.rows:
         assert row["bytes_up"] == row["bytes_down"]
     assert len({row["bytes_up"] for row in loop.rows}) > 1
@@ -110,16 +104,13 @@ def test_a_client_of_a_lower_rank_sends_and_receives_less(run):
 
 def test_a_transform_compresses_what_a_client_sends(run):
     options = {"update_transforms": [TopK(0.5, error_feedback=False)]}
-    _, full = run(FlexLoRA(4), rounds=1, **options)
-    _, loop = run(FlexLoRA(2), rounds=1, **options)
-    assert loop.rows[0]["bytes_up"] / full.rows[0]["bytes_up"] == pytest.approx(
-        bytes_of(2) / bytes_of(4), rel=0.02
-    )
+    (_, full), (_, half) = (run(FlexLoRA(rank), **options) for rank in (4, 2))
+    share = half.rows[0]["bytes_up"] / full.rows[0]["bytes_up"]
+    assert share == pytest.approx(bytes_of(2) / bytes_of(4), rel=0.02)
 
 
 def test_a_stage_counts_its_own_traffic(run):
-    rule = Staged([1], [FlexLoRA(RANKS), FedAvg()])
-    _, loop = run(rule, rounds=2)
+    _, loop = run(Staged([1], [FlexLoRA(RANKS), FedAvg()]), rounds=2)
     wanted = [sum(bytes_of(rank) for rank in RANKS), 5 * bytes_of(4)]
     assert [row["bytes_up"] for row in loop.rows] == wanted
 
@@ -140,7 +131,7 @@ def test_a_stage_counts_its_own_traffic(run):
 )
 def test_ranks_are_checked(run, ranks, words):
     with pytest.raises(FederationError, match=words):
-        run(FlexLoRA(ranks), rounds=1)
+        run(FlexLoRA(ranks))
 
 
 def frozen_a():
@@ -184,7 +175,7 @@ def embedding():
 )
 def test_modules_that_do_not_fit_are_refused(run, make, words):
     with pytest.raises(FederationError, match=words):
-        run(FlexLoRA(2), make(), rounds=1)
+        run(FlexLoRA(2), make())
 
 
 def test_convolutions_are_products_of_flattened_filters(run):
@@ -201,14 +192,14 @@ def test_convolutions_are_products_of_flattened_filters(run):
     torch.manual_seed(0)
     module = ClientModule(Conv(), optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0)).double()
     before = torch.einsum("orij,rcxy->ocxy", module.net.lora_B.weight, module.net.lora_A.weight)
-    run(FlexLoRA(), module, rounds=1)
+    run(FlexLoRA(), module)
     after = torch.einsum("orij,rcxy->ocxy", module.net.lora_B.weight, module.net.lora_A.weight)
     torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
 
 
 def test_a_client_of_a_lower_rank_takes_less_time_on_the_virtual_clock(run):
     faults = ClientFaults(step_seconds=0.0, bandwidth=1.0)
-    _, loop, *_ = run(FlexLoRA([1] * 5), callbacks=[faults])
+    _, loop = run(FlexLoRA([1] * 5), callbacks=[faults])
     row = loop.rows[0]
     each = (row["bytes_up"] + row["bytes_down"]) / 5
     assert row["virtual_time"] == pytest.approx(each)

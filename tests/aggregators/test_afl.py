@@ -12,13 +12,7 @@ from lightning_fl.policies import Schedule
 from lightning_fl.samplers import AFLSampler
 from lightning_fl.types import FederationError
 from two_classes import samples
-from written_plainly import LR, Lost, Noted, loss_and_gradient, module, samples_of, vector
-
-
-def sampled(gamma=0.05, kind=Noted, **options):
-    """A loop in which clients are drawn."""
-    options = {"policy": Schedule(num_steps=3), "seed": 1, "clients_per_round": 3} | options
-    return kind(AFL(gamma, mode="sampling"), sampler=AFLSampler(), **options)
+from written_plainly import Lost, Noted, close, module, of_all_samples, trained, vector
 
 
 def plainly(loop, data, gamma, initial, size=None, lost=()):
@@ -36,13 +30,11 @@ def plainly(loop, data, gamma, initial, size=None, lost=()):
             assert {k for k in range(len(n)) if factors[k] or used[k]} == set(batches)
         total, weight, losses = 0, 0, torch.zeros(len(n), dtype=torch.float64)
         for k, steps in batches.items():
-            y = x.clone()
-            for batch in steps:
-                y = y - LR * loss_and_gradient(y, *batch)[1]
+            y = trained(x, steps)
             if k in lost:
                 used = used & (torch.arange(len(n)) != k)
                 continue
-            losses[k] = loss_and_gradient(x, *samples_of(data, k))[0]
+            losses[k] = of_all_samples(x, data, k)[0]
             total, weight = total + factors[k] * (y - x), weight + factors[k]
         x = x + total / weight if weight > 0 else x
         mixture = ascend_mixture(mixture, losses, used, gamma)
@@ -57,8 +49,8 @@ def test_rounds_are_the_algorithm(fit, initial, lost):
     loop = Noted(rule, Schedule(num_steps=3), seed=1)
     fit(module(), loop, data, rounds=5, callbacks=[Lost(*lost)])
     models, mixture = plainly(loop, data, 0.7, initial, lost=lost)
-    torch.testing.assert_close(loop.models, models, rtol=0, atol=1e-12)
-    torch.testing.assert_close(rule.mixture, mixture, rtol=0, atol=1e-13)
+    close(loop.models, models)
+    close(rule.mixture, mixture, atol=1e-13)
     n = torch.tensor([len(part) for part in data.parts], dtype=torch.float64)
     for client in lost:
         assert rule.mixture[client] == pytest.approx(float(n[client] / n.sum()), abs=1e-14)
@@ -69,11 +61,12 @@ def test_rounds_are_the_algorithm(fit, initial, lost):
 @pytest.mark.filterwarnings("ignore:.*dropped")
 @pytest.mark.parametrize("lost", [(), (1, 4)])
 def test_sampled_rounds_are_the_algorithm(fit, lost):
-    data, loop = samples(), sampled(0.3)
+    data, rule = samples(), AFL(0.3, mode="sampling")
+    loop = Noted(rule, Schedule(num_steps=3), AFLSampler(), seed=1, clients_per_round=3)
     fit(module(), loop, data, rounds=6, callbacks=[Lost(*lost)])
     models, mixture = plainly(loop, data, 0.3, "uniform", size=3, lost=lost)
-    torch.testing.assert_close(loop.models, models, rtol=0, atol=1e-12)
-    torch.testing.assert_close(loop.aggregator.mixture, mixture, rtol=0, atol=1e-13)
+    close(loop.models, models)
+    close(loop.aggregator.mixture, mixture, atol=1e-13)
     assert len({len(batches) for batches in loop.batches}) > 1
 
 
@@ -87,22 +80,16 @@ def test_a_round_that_keeps_the_model_keeps_the_mixture(fit):
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("rule", "sampler", "count", "match"),
     [
-        ({"aggregator": AFL(), "clients_per_round": 3}, "trains all 5 clients in every round"),
-        ({"aggregator": AFL(), "sampler": AFLSampler()}, r"and the aggregator is AFL\(gamma"),
-        ({"aggregator": FedAvg(), "sampler": AFLSampler()}, r"is FedAvg\(weighting='samples'"),
-        ({"aggregator": AFL(mode="sampling")}, r"set sampler=AFLSampler\(\)"),
-        (
-            {
-                "aggregator": AFL(mode="sampling"),
-                "sampler": AFLSampler(),
-                "clients_per_round": 1,
-            },
-            "at least 2, got 1",
-        ),
+        (AFL(), None, 3, "trains all 5 clients in every round"),
+        (AFL(), AFLSampler(), None, r"and the aggregator is AFL\(gamma"),
+        (FedAvg(), AFLSampler(), None, r"is FedAvg\(weighting='samples'"),
+        (AFL(mode="sampling"), None, None, r"set sampler=AFLSampler\(\)"),
+        (AFL(mode="sampling"), AFLSampler(), 1, "at least 2, got 1"),
     ],
 )
-def test_runs_that_do_not_fit_are_refused(fit, options, match):
+def test_runs_that_do_not_fit_are_refused(fit, rule, sampler, count, match):
+    loop = FederatedLoop(rule, sampler=sampler, clients_per_round=count, seed=1)
     with pytest.raises(FederationError, match=match):
-        fit(module(), FederatedLoop(seed=1, **options), samples())
+        fit(module(), loop, samples())

@@ -10,15 +10,14 @@ import torch
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAsync, FedAvg, FedBuff, Scaffold, Staged
 from lightning_fl.callbacks import ClientFaults, RoundCheckpoint
-from lightning_fl.contracts.context import Federation
-from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule, Stragglers
 from lightning_fl.samplers import AsynchronousSampler, UniformSampler
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import FederationError
+from rounds import of, sent, with_buffers
 from two_classes import samples
-from written_plainly import LR, Noted, loss_and_gradient, module, vector
+from written_plainly import LR, Noted, module, trained, vector
 
 CLIENTS = 9
 UNEVEN = {"speed_sigma": 1.0, "straggler": 0.2, "step_seconds": 0.1}
@@ -71,12 +70,6 @@ def plainly(loop, faults, concurrency, size, apply, rounds=8, rho=0.0):
             local model and the staleness, to the next model.
     """
 
-    def trained(x, batches):
-        y = x.clone()
-        for batch in batches:
-            y = y - LR * (loss_and_gradient(y, *batch)[1] + rho * (y - x))
-        return y
-
     def begin(now, version):
         order = generator(4, RandomStream.COHORT, version)
         for client in torch.randperm(CLIENTS, generator=order).tolist():
@@ -95,7 +88,7 @@ def plainly(loop, faults, concurrency, size, apply, rounds=8, rho=0.0):
             at, arrived = len(found), []
             for each, start in waiting.items():
                 fault = faults.fault_of(4, at, each)
-                y = trained(models[start], loop.batches[at][each])
+                y = trained(models[start], loop.batches[at][each], mu=rho)
                 if fault is None:
                     arrived.append((models[start], y, at - start))
             models.append(apply(models[-1], arrived))
@@ -211,15 +204,12 @@ def test_another_clock_cannot_resume(run, tmp_path):
 
 def test_momentum_by_hand():
     """Two parameters, of which the second is trained in the first round only, and a buffer."""
-    rule = FedBuff(lr=2.0, momentum=0.5)
-    layout = VectorLayout({"w": torch.Size([2]), "mean": torch.Size([1])}, num_parameters=2)
-    rule.setup(Federation(4, Cohort(2, 4), layout))
+    rule = of(4, FedBuff(lr=2.0, momentum=0.5), 2, layout=with_buffers(2))
     server, found = torch.zeros(3), []
     masks = torch.tensor([[True, True], [True, False], [True, False]])
     for mask, move in zip(masks, ([1.0, 2.0, 3.0], [4.0, 0.0, 0.0], [0.0] * 3), strict=True):
         rule.start(server, mask)
-        delta = torch.tensor([move, move])
-        rule.update(ClientUpdate(torch.arange(2), delta, torch.ones(2)))
+        rule.update(sent([move, move]))
         server = rule.compute()
         found.append(server.tolist())
     # Velocities 1, 4.5 and 2.25 of the first, and 2 of the second.
@@ -230,23 +220,18 @@ def test_momentum_by_hand():
 
 def test_buffers_stay_between_those_of_the_server_and_of_the_clients():
     """A variance that fell since a client started does not become negative."""
-    rule = FedBuff(lr=2.0)
-    layout = VectorLayout({"w": torch.Size([1]), "variance": torch.Size([1])}, num_parameters=1)
-    rule.setup(Federation(4, Cohort(1, 4), layout))
+    rule = of(4, FedBuff(lr=2.0), 1, layout=with_buffers(1))
     rule.start(torch.tensor([1.0, 0.1]))
-    rule.models, rule._started, rule._rows, rule._round = (
-        torch.tensor([[3.0, 9.0]]),
-        {2: 0},
-        {0: 0},
-        3,
-    )
-    delta = torch.tensor([[1.0, -4.0]])
-    rule.update(ClientUpdate(torch.tensor([2]), delta, torch.tensor([1])))
+    rule.models, rule._round = torch.tensor([[3.0, 9.0]]), 3
+    rule._started, rule._rows = {2: 0}, {0: 0}
+    rule.update(sent([[1.0, -4.0]], ids=[2]))
     # s = 1/2: the parameter moves by 2 * 1/2 * 1, the buffer halfway from 0.1 to 9 - 4.
     torch.testing.assert_close(rule.compute(), torch.tensor([2.0, 0.1 + 0.5 * (5.0 - 0.1)]))
 
 
 # --- what is refused ------------------------------------------------------------------------------
+
+EXCLUDING = Stragglers(0.5, Schedule(num_steps=4), drop=True)
 
 
 @pytest.mark.parametrize(
@@ -263,11 +248,7 @@ def test_buffers_stay_between_those_of_the_server_and_of_the_clients():
             {"faults": ClientFaults(deadline=3.0)},
             "deadline has no meaning in asynchronous",
         ),
-        (
-            FedBuff,
-            {"policy": Stragglers(0.5, Schedule(num_steps=4), drop=True)},
-            "Stragglers excludes clients from rounds",
-        ),
+        (FedBuff, {"policy": EXCLUDING}, "Stragglers excludes clients from rounds"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(run, rule, options, message):

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from lightning_fl.aggregators import ClusteredFL
-from lightning_fl.contracts.context import Federation
-from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.functional.similarity import cosine_similarity
-from lightning_fl.types import ClientUpdate, Cohort
+from rounds import aggregate, of, sent, with_buffers
 
 #: Four groups in a plane: two that point apart, each of two that are apart a little.
 DIRECTIONS = torch.tensor(
@@ -17,12 +15,11 @@ DIRECTIONS = torch.tensor(
 ).repeat_interleave(2, 0)
 
 
-def moved(rule, ids=range(8), targets=DIRECTIONS, rate=0.5, weights=None):
+def moved(rule, ids=range(8), targets=DIRECTIONS, rate=0.5):
     """A round in which each client goes half of the way to its target; where they started."""
-    ids = torch.tensor(list(ids))
-    starts = rule.models_for(ids)
-    weights = torch.ones(len(ids)) if weights is None else weights
-    rule.update(ClientUpdate(ids, rate * (targets[ids] - starts), weights))
+    ids = list(ids)
+    starts = rule.models_for(torch.tensor(ids))
+    rule.update(sent(rate * (targets[ids] - starts), ids=ids))
     return starts
 
 
@@ -48,10 +45,8 @@ def test_a_split_by_hand(options, models):
     Counted once each they are (2, 2), (-2, -3) and (0, -1/2).
     """
     rule = ClusteredFL(eps1=1.0, eps2=4.0, warmup=0, **options)
-    rule.start(torch.tensor([10.0, 20.0]))
-    deltas = torch.tensor([[2.0, 0.0], [-3.0, -2.0], [2.0, 4.0], [-1.0, -4.0]])
-    rule.update(ClientUpdate(torch.arange(4), deltas, torch.tensor([1, 2, 3, 2])))
-    server = rule.compute()
+    deltas = [[2.0, 0.0], [-3.0, -2.0], [2.0, 4.0], [-1.0, -4.0]]
+    server = aggregate(rule, torch.tensor([10.0, 20.0]), sent(deltas, [1, 2, 3, 2]))
     assert rule.clusters() == [[0, 2], [1, 3]]
     assert rule.models.tolist() == models
     assert server.tolist() == [sum(column) / 2 for column in zip(*models, strict=True)]
@@ -121,7 +116,7 @@ def test_rounds_are_the_authors_program():
     for models, clusters in expected:
         rule.start(server)
         starts = rule.models_for(ids)
-        rule.update(ClientUpdate(ids, rates[:, None] * (targets - starts), torch.ones(12)))
+        rule.update(sent(rates[:, None] * (targets - starts)))
         server = rule.compute()
         found, wanted = rule.models_for(ids), torch.tensor(models, dtype=torch.float64)
         torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
@@ -139,10 +134,8 @@ def test_norms_and_cosines_are_over_parameters_and_not_over_statistics():
     statistics = torch.tensor([[9.0], [-7.0], [9.0], [9.0]], dtype=torch.float64)
     rules = [ClusteredFL(eps1=0.5, eps2=0.9, warmup=0) for _ in range(2)]
     for rule, deltas in zip(rules, (moves, torch.cat([moves, statistics], 1)), strict=True):
-        rule.setup(Federation(9, Cohort(9, 9), VectorLayout({"w": torch.Size([2])}, 2)))
-        rule.start(torch.zeros(deltas.shape[1], dtype=torch.float64))
-        rule.update(ClientUpdate(torch.arange(4), deltas, torch.ones(4)))
-        rule.compute()
+        of(9, rule, layout=with_buffers(2, deltas.shape[1] - 2))
+        aggregate(rule, 0 * deltas[0], sent(deltas))
         assert rule.clusters() == [[0, 1], [2, 3]]
     assert rules[0].metrics() == rules[1].metrics()
     assert torch.equal(rules[0].models, rules[1].models[:, :2])
@@ -150,17 +143,18 @@ def test_norms_and_cosines_are_over_parameters_and_not_over_statistics():
 
 
 def test_only_the_clients_of_the_round_count():
-    """A cluster without a client keeps its model; absent clients stay with the first part."""
+    """A cluster without a client keeps its model; clients that are new join the first part."""
     rule = ClusteredFL(eps1=0.3, eps2=0.2, warmup=0)
     server = run(rule, 1, ids=[0, 1, 2, 4, 5, 6])
     assert rule.clusters() == [[0, 1, 2], [4, 5, 6]]
     before = rule.models.clone()
     rule.start(server)
-    moved(rule, ids=[0, 1, 3])
+    starts = moved(rule, ids=[0, 1, 3, 200], targets=DIRECTIONS.repeat(30, 1))
+    assert torch.equal(starts, before[:1].expand(4, -1))
     rule.compute()
     assert torch.equal(rule.models[1], before[1])
     assert not torch.equal(rule.models[0], before[0])
-    assert rule.clusters() == [[0, 1, 2, 3], [4, 5, 6]]
+    assert rule.clusters() == [[0, 1, 2, 3, 200], [4, 5, 6]]
 
 
 @pytest.mark.parametrize(
@@ -189,25 +183,11 @@ def test_linkages_differ_on_a_chain():
     assert complete.tolist() == [False, False, True, True, True]
 
 
-def test_who_is_not_there_stays_and_comes_back_to_its_cluster():
-    rule = ClusteredFL(eps1=0.3, eps2=0.2, warmup=0)
-    server = run(rule, 1, ids=[0, 2, 4, 6])
-    assert rule.clusters() == [[0, 2], [4, 6]]
-    rule.start(server)
-    starts = moved(rule, ids=[4, 7, 200], targets=DIRECTIONS.repeat(30, 1))
-    assert torch.equal(starts[0], rule.models[1])
-    assert torch.equal(starts[1], rule.models[0])  # it has never been seen
-    rule.compute()
-    assert 200 in rule.clusters()[0]
-
-
 @pytest.mark.parametrize("linkage", ["complete", "single"])
 def test_a_split_has_two_parts_also_where_distances_tie(linkage):
     rule = ClusteredFL(eps1=0.9, eps2=0.5, warmup=0, linkage=linkage)
     for _ in range(3):
-        rule.start(torch.zeros(3))
-        rule.update(ClientUpdate(torch.arange(3), torch.eye(3), torch.ones(3)))
-        rule.compute()
+        aggregate(rule, torch.zeros(3), sent(torch.eye(3)))
         assert all(rule.clusters())
     assert sorted(client for each in rule.clusters() for client in each) == [0, 1, 2]
 

@@ -11,21 +11,12 @@ import torch
 
 from lightning_fl.aggregators import *
 from lightning_fl.aggregators.robust import RobustAggregator
-from lightning_fl.contracts.context import Federation
-from lightning_fl.contracts.layout import VectorLayout
-from lightning_fl.types import ClientUpdate, Cohort
+from lightning_fl.types import ClientUpdate
+from rounds import aggregate, of, with_buffers
 
 
-def private():
-    """Without its noise; how clients are drawn a FederatedLoop says."""
-    rule = DPFedAvg(noise_multiplier=0.0, clip_norm=0.5)
-    rule.setup(Federation(20, Cohort(size=5, clients=20, drawn="poisson")))
-    return rule
-
-
-def of_twenty(rule, sampled=5):
-    rule.setup(Federation(20, Cohort(sampled, 20), num_samples=torch.full((20,), 30)))
-    return rule
+def of_twenty(rule, sampled=5, **options):
+    return of(20, rule, sampled, num_samples=torch.full((20,), 30), **options)
 
 
 RULES = {
@@ -68,7 +59,8 @@ RULES = {
     # Without a module there are no adapters; these have test files of their own.
     "FlexLoRA": FlexLoRA,
     "ZeroPadding": lambda: ZeroPadding(weighting="norm"),
-    "DPFedAvg": private,
+    # Without its noise; how clients are drawn a FederatedLoop says.
+    "DPFedAvg": lambda: of_twenty(DPFedAvg(0.0, clip_norm=0.5), drawn="poisson"),
     "SecureAggregation": lambda: of_twenty(SecureAggregation(FedAvgM(), clip=9.0, max_weight=50.0)),
     "Staged": lambda: Staged([1], [FedAvg(), FedAdam()]),
 }
@@ -94,13 +86,6 @@ def problem(k=5, size=7, dtype=torch.float64, seed=0):
 
 def rows(update, order):
     return update.select(torch.tensor(order))
-
-
-def aggregate(rule, server, *updates):
-    rule.start(server)
-    for update in updates:
-        rule.update(update)
-    return rule.compute()
 
 
 @every_rule
@@ -244,15 +229,13 @@ def test_every_client_starts_from_a_model_of_the_servers_size(make):
 )
 def test_buffers_are_averaged_and_change_nothing_else(make):
     """Four parameters and three buffers, of one client or of another size."""
-    layout = VectorLayout({"w": torch.Size([4]), "mean": torch.Size([3])}, num_parameters=4)
     server, update = problem()
     extras = update.extras | {"control_change": update.extras["control_change"][:, :4]}
     update, found = replace(update, num_samples=torch.full((5,), 3), extras=extras), []
     weights = torch.full((5,), 0.2, dtype=torch.float64)
     for factor in (1.0, 100.0):
-        rule, delta = make(), update.delta.clone()
+        rule, delta = of_twenty(make(), layout=with_buffers(4, 3)), update.delta.clone()
         delta[:, 4:] *= factor
-        rule.setup(Federation(20, Cohort(5, 20), layout, num_samples=torch.full((20,), 3)))
         found.append(aggregate(rule, server, replace(update, delta=delta)))
         if make is not FedControl:  # which has weights of its own
             mean = server[4:] + weights @ delta[:, 4:]

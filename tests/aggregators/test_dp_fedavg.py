@@ -2,7 +2,7 @@
 
 import csv
 import math
-import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from scipy import stats
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import DPFedAvg, dp_fedavg
 from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
-from lightning_fl.contracts.context import Federation
 from lightning_fl.functional.privacy import epsilon
 from lightning_fl.policies import (
     DiscreteGaussianReinforce,
@@ -21,21 +20,31 @@ from lightning_fl.policies import (
     Stragglers,
 )
 from lightning_fl.samplers import PoissonSampler, RoundRobinSampler, UniformSampler
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import Cohort, FederationError
+from rounds import aggregate, of, sent
 
 
-def started(server, cohort=None, seed=0, **options):
-    rule = DPFedAvg(**options)
-    cohort = cohort or Cohort(size=4, clients=40, drawn="poisson")
-    rule.setup(Federation(cohort.clients, cohort, seed=seed))
+def started(server, seed=0, clients=40, sampled=4, **options):
+    rule = of(clients, DPFedAvg(**options), sampled, "poisson", seed=seed)
     rule.start(server)
     return rule
 
 
 def update(*rows, samples=None):
-    rows = torch.tensor(rows, dtype=torch.float64)
-    n = torch.ones(len(rows)) if samples is None else torch.tensor(samples)
-    return ClientUpdate(torch.arange(len(rows)), rows, n)
+    return sent(torch.tensor(rows, dtype=torch.float64), samples)
+
+
+@pytest.fixture
+def resumable(simulate, tmp_path):
+    """Train with a checkpoint after each round, or go on from the last one."""
+
+    def run(rule, rounds=1, resume=False, **options):
+        keep = [] if resume else [RoundCheckpoint(str(tmp_path))]
+        options |= {"rounds": rounds, "enable_checkpointing": not resume}
+        options |= {"ckpt_path": str(tmp_path / "last.ckpt")} if resume else {}
+        return simulate(*keep, aggregator=rule, **options)
+
+    return run
 
 
 def test_without_noise_by_hand():
@@ -60,7 +69,7 @@ def test_noise_has_the_variance_that_it_says():
     size = 200_000
     server = torch.zeros(size, dtype=torch.float64)
     rule = started(server, noise_multiplier=1.5, clip_norm=0.2)
-    rule.update(ClientUpdate(torch.tensor([0]), torch.zeros(1, size).double(), torch.ones(1)))
+    rule.update(sent(torch.zeros(1, size).double()))
     noise = rule.compute()
     deviation = 1.5 * 0.2 / 4
     assert rule.metrics()["noise"] == pytest.approx(deviation)
@@ -77,20 +86,11 @@ def test_noise_has_the_variance_that_it_says():
 
 def test_the_norm_follows_the_quantile_by_hand():
     """Andrew et al., 2021, algorithm 1, step by step."""
-    cohort = Cohort(size=2, clients=40, drawn="poisson")
-    rule = started(
-        torch.zeros(1, dtype=torch.float64),
-        cohort,
-        noise_multiplier=0.0,
-        clip_norm=1.0,
-        quantile=0.75,
-        clip_lr=0.5,
-    )
-    clip = 1.0
+    zero, clip = torch.zeros(1, dtype=torch.float64), 1.0
+    options = {"noise_multiplier": 0.0, "clip_norm": 1.0, "quantile": 0.75, "clip_lr": 0.5}
+    rule = started(zero, sampled=2, **options)
     for rows in ([[0.5], [2.0]], [[0.5], [0.6]], [[3.0], [4.0]]):
-        rule.start(torch.zeros(1, dtype=torch.float64))
-        rule.update(update(*rows))
-        rule.compute()
+        aggregate(rule, zero, update(*rows))
         assert rule.metrics()["clip_norm"] == pytest.approx(clip)
         part = sum(abs(row[0]) <= clip for row in rows) / 2
         clip *= math.exp(-0.5 * (part - 0.75))
@@ -102,9 +102,8 @@ def test_the_count_is_noisy_and_updates_pay_for_it(monkeypatch):
     monkeypatch.setattr(dp_fedavg, "epsilon", lambda ledger, delta, cohort: ledger)
     parts = []
     for seed in range(400):
-        cohort = Cohort(size=10, clients=100, drawn="poisson")
         options = {"quantile": 0.5, "clip_lr": 1.0, "count_noise": 3.0, "noise_multiplier": 2.0}
-        rule = started(torch.zeros(1, dtype=torch.float64), cohort, seed, **options)
+        rule = started(torch.zeros(1, dtype=torch.float64), seed, 100, 10, **options)
         rule.update(update(*[[0.1]] * 6, *[[9.0]] * 4))
         rule.compute()
         parts.append(0.5 - math.log(float(rule.clip)))
@@ -132,27 +131,20 @@ def test_epsilon_in_the_table_is_the_accountants(simulate, sampler, drawn):
     assert written == expected
 
 
-def test_a_resumed_run_adds_what_it_spends(simulate, tmp_path):
-    def run(name, rounds, noise=1.0, **options):
+def test_a_resumed_run_adds_what_it_spends(resumable):
+    def run(rounds, noise=1.0, **options):
         rule = DPFedAvg(noise, quantile=0.5, count_noise=2.0)
-        kept = RoundCheckpoint(str(tmp_path / name))
-        options = {"client_fraction": 0.5, "sampler": PoissonSampler(), "clients": 8, **options}
-        _, loop = simulate(
-            kept, aggregator=rule, rounds=rounds, enable_checkpointing=True, **options
-        )
-        return loop, rule
+        options = {"client_fraction": 0.5, "sampler": PoissonSampler(), "clients": 8} | options
+        return rule, resumable(rule, rounds, **options)[1]
 
     # Other noise is added up; other cohorts cannot be.
-    run("other", 1)
-    last = str(tmp_path / "other" / "last.ckpt")
-    third, rule = run("other", 2, 2.0, ckpt_path=last)
+    run(1)
+    with pytest.raises(FederationError, match="saved with poisson cohorts of 4 clients, and"):
+        run(2, resume=True, sampler=UniformSampler())
+    rule, second = run(2, 2.0, resume=True)
     assert rule.ledger == [(1.0, 1), (2.0, 1)]
     cohort = Cohort(4, 8, "poisson")
-    assert third.rows[-1]["epsilon"] == epsilon([(1.0, 1), (2.0, 1)], 8**-1.1, cohort)
-    run("fixed", 1)
-    last = str(tmp_path / "fixed" / "last.ckpt")
-    with pytest.raises(FederationError, match="saved with poisson cohorts of 4 clients, and"):
-        run("fixed", 2, ckpt_path=last, sampler=UniformSampler())
+    assert second.rows[-1]["epsilon"] == epsilon([(1.0, 1), (2.0, 1)], 8**-1.1, cohort)
 
 
 def test_rounds_of_nobody_are_rounds(simulate, monkeypatch):
@@ -178,72 +170,12 @@ def test_a_round_in_which_everyone_is_lost_has_its_noise(simulate):
     assert [row["dropped"] for row in loop.rows] == [4, 4, 4]
     assert loop.rows[-1]["epsilon"] == epsilon([(1.0, 3)], 4**-1.1, Cohort(4, 4))
     assert len({row["val_loss"] for row in loop.rows}) == 3
-    with pytest.raises(
-        FederationError, match=r"requires min_clients=1, got .* would reveal the number"
-    ):
-        simulate(aggregator=DPFedAvg(), min_clients=2)
 
 
-def test_what_cannot_be_private_is_refused(simulate, fit, foreign):
+def test_buffers_of_clients_are_refused(fit, foreign):
     loop = FederatedLoop(aggregator=DPFedAvg(), buffers="average")
     with pytest.raises(FederationError, match="does not protect buffers that clients change"):
         fit(foreign(), loop)
-    with pytest.raises(
-        FederationError, match=r"delta=0.3 would .* one of 4 clients .* less than 0.25"
-    ):
-        simulate(aggregator=DPFedAvg(delta=0.3))
-    for policy in (
-        PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}]),
-        Stragglers(0.5, policy=DiscreteGaussianReinforce({"lr": [0.1, 0.2]}, loss="clients")),
-    ):
-        with pytest.raises(FederationError, match="learns from reports of single clients"):
-            simulate(aggregator=DPFedAvg(), policy=policy)
-    with pytest.raises(FederationError, match=r"got 0\.2: increase count_noise"):
-        simulate(aggregator=DPFedAvg(quantile=0.5))
-    with pytest.raises(
-        FederationError,
-        match=r"count_noise must be a number in \(0, 4\], got 5.* clients per round",
-    ):
-        simulate(aggregator=DPFedAvg(quantile=0.5, count_noise=5.0))
-    with pytest.raises(
-        FederationError, match="no privacy accountant supports this sampling of 2 of 4"
-    ):
-        simulate(aggregator=DPFedAvg(), clients_per_round=2, sampler=RoundRobinSampler())
-
-
-class Stepwise(ClientModule):
-    """A scheduler of steps, or one that watches a metric."""
-
-    def __init__(self, monitor=None):
-        super().__init__(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-        self.monitor = monitor
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        if self.monitor is None:
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        return [optimizer], [{"scheduler": schedule, "monitor": self.monitor}]
-
-
-def test_what_one_client_could_pass_to_the_others_is_refused(simulate, fit, foreign):
-    with pytest.raises(FederationError, match=r'counts local steps.*interval="epoch"'):
-        fit(Stepwise().double(), FederatedLoop(aggregator=DPFedAvg(), seed=3))
-    manual = Stepwise().double()
-    manual.automatic_optimization = False
-    with pytest.raises(FederationError, match="a scheduler that counts local steps"):
-        fit(manual, FederatedLoop(aggregator=DPFedAvg(), seed=3))
-    for monitor in ("train_loss", "federation/num_samples"):
-        with pytest.raises(FederationError, match=f"EarlyStopping monitors '{monitor}'"):
-            simulate(EarlyStopping(monitor), aggregator=DPFedAvg())
-    with pytest.raises(FederationError, match="ReduceLROnPlateau monitors 'train_loss'"):
-        fit(Stepwise("train_loss").double(), FederatedLoop(aggregator=DPFedAvg(), seed=3))
-    rewarded = PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}], "reward", monitor="loss")
-    for policy in (rewarded, Stragglers(0.5, rewarded)):
-        with pytest.raises(FederationError, match="PersonalizedPolicyGradient monitors 'loss'"):
-            fit(foreign(batchnorm=False), FederatedLoop(aggregator=DPFedAvg(), policy=policy))
-    simulate(EarlyStopping("val_loss"), aggregator=DPFedAvg(), rounds=1)
 
 
 class Mine(PoissonSampler):
@@ -257,38 +189,91 @@ class Claims(UniformSampler):
     drawn = "poisson"
 
 
-@pytest.mark.parametrize("sampler", [Mine(), Claims()])
-def test_a_child_of_a_known_sampler_is_not_accounted_for(simulate, sampler):
-    with pytest.raises(
-        FederationError, match="no privacy accountant supports this sampling of 2 of 4"
-    ):
-        simulate(aggregator=DPFedAvg(), clients_per_round=2, sampler=sampler)
+class Stepwise(ClientModule):
+    """A scheduler of steps, or one that watches a metric."""
+
+    def __init__(self, module, monitor=None, is_manual=False):
+        super().__init__(module.net)
+        self.monitor, self.automatic_optimization = monitor, not is_manual
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.monitor is None:
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return [optimizer], [{"scheduler": schedule, "monitor": self.monitor}]
 
 
-def test_continuations_with_other_options_draw_other_noise(simulate, fit, tmp_path):
+TWO = [{"lr": 0.1}, {"lr": 0.2}]
+REPORTED = DiscreteGaussianReinforce({"lr": [0.1, 0.2]}, loss="clients")
+NOISY_COUNT = {"quantile": 0.5, "count_noise": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"min_clients": 2}, r"requires min_clients=1, got .* would reveal the number"),
+        ({"aggregator": DPFedAvg(delta=0.3)}, "delta=0.3 would .* one of 4 .* less than 0.25"),
+        ({"aggregator": DPFedAvg(quantile=0.5)}, r"got 0\.2: increase count_noise"),
+        (
+            {"aggregator": DPFedAvg(**NOISY_COUNT)},
+            r"count_noise must be a number in \(0, 4\], got 5.* clients per round",
+        ),
+        *(
+            ({"sampler": sampler}, "no privacy accountant supports this sampling of 2 of 4")
+            for sampler in (RoundRobinSampler(), Mine(), Claims())
+        ),
+        *(
+            ({"policy": policy}, "learns from reports of single clients")
+            for policy in (PersonalizedPolicyGradient(TWO), Stragglers(0.5, REPORTED))
+        ),
+        # What one client could pass to the others.
+        ({"wrap": Stepwise}, r'counts local steps.*interval="epoch"'),
+        ({"wrap": partial(Stepwise, is_manual=True)}, "a scheduler that counts local steps"),
+        *(
+            ({"callbacks": [EarlyStopping(name)]}, f"EarlyStopping monitors '{name}'")
+            for name in ("train_loss", "federation/num_samples")
+        ),
+        (
+            {"wrap": partial(Stepwise, monitor="train_loss")},
+            "ReduceLROnPlateau monitors 'train_loss'",
+        ),
+    ],
+)
+def test_run_that_cannot_be_private_is_refused(simulate, options, words):
+    drawn = {"clients_per_round": 2} if "sampler" in options else {}
+    options = {"aggregator": DPFedAvg(), **drawn, **options}
+    with pytest.raises(FederationError, match=words):
+        simulate(*options.pop("callbacks", ()), **options)
+
+
+REWARDED = PersonalizedPolicyGradient(TWO, "reward", monitor="loss")
+
+
+@pytest.mark.parametrize("policy", [REWARDED, Stragglers(0.5, REWARDED)])
+def test_reward_that_clients_report_is_refused(fit, foreign, policy):
+    loop = FederatedLoop(aggregator=DPFedAvg(), policy=policy)
+    with pytest.raises(FederationError, match="PersonalizedPolicyGradient monitors 'loss'"):
+        fit(foreign(batchnorm=False), loop)
+
+
+def test_metrics_of_validation_may_be_monitored(simulate):
+    simulate(EarlyStopping("val_loss"), aggregator=DPFedAvg(), rounds=1)
+
+
+def test_continuations_with_other_options_draw_other_noise(resumable):
     """Else the difference of two models that go on from one checkpoint has no noise."""
 
-    def model(rule=None, lr=0.1, rounds=2, **options):
-        module = ClientModule(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=lr))
-        with torch.no_grad():
-            torch.nn.init.zeros_(module.net.weight)
-            torch.nn.init.zeros_(module.net.bias)
-        options = {"policy": Schedule(num_steps=1), "seed": 3} | options
+    def faster(module):
+        module.make_optimizer = partial(torch.optim.SGD, lr=0.1001)
+        return module
+
+    def model(rule=None, rounds=2, **options):
+        options = {"policy": Schedule(num_steps=1), "resume": rounds == 2} | options
         rule = rule or DPFedAvg(1.0, 1e-6)  # updates are nothing beside the noise
-        again = {"ckpt_path": str(tmp_path / "last.ckpt")} if rounds == 2 else {}
-        callbacks = [] if again else [RoundCheckpoint(str(tmp_path))]
-        loop = FederatedLoop(aggregator=rule, **options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            fit(
-                module.double(),
-                loop,
-                rounds=rounds,
-                callbacks=callbacks,
-                enable_checkpointing=not again,
-                **again,
-            )
-        return module.net.weight.detach() * 1e6
+        made, _ = resumable(rule, rounds, **options)
+        return made.net.weight.detach() * 1e6
 
     start = model(rounds=1)
     same = model()
@@ -298,7 +283,7 @@ def test_continuations_with_other_options_draw_other_noise(simulate, fit, tmp_pa
     for other in (
         model(DPFedAvg(1.0, 1e-6, delta=0.01)),
         model(DPFedAvg(1.0, 1.0001e-6)),
-        model(lr=0.1001),
+        model(wrap=faster),
         model(policy=Schedule(num_steps=2)),
     ):
         assert float((other - same).std()) > 0.5 * deviation
@@ -335,14 +320,9 @@ def test_a_whole_number_of_noise_goes_on_from_a_checkpoint():
     assert again.ledger == [(2.0, 1)]
 
 
-def test_a_norm_that_is_given_anew_counts_in_a_resumed_run(simulate, tmp_path):
-    def run(rounds, norm, path=None):
-        kept = RoundCheckpoint(str(tmp_path))
-        options = {"rounds": rounds, "enable_checkpointing": True, "ckpt_path": path}
-        return simulate(kept, aggregator=DPFedAvg(1.0, norm), **options)[1]
-
-    run(1, 1.0)
-    found = run(2, 0.5, str(tmp_path / "last.ckpt"))
+def test_a_norm_that_is_given_anew_counts_in_a_resumed_run(resumable):
+    resumable(DPFedAvg(1.0, 1.0))
+    _, found = resumable(DPFedAvg(1.0, 0.5), 2, resume=True)
     assert [row["clip_norm"] for row in found.rows] == [1.0, 0.5]
 
 

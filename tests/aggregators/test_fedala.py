@@ -1,38 +1,25 @@
 """FedALA: the algorithm written plainly, its limits, and the models that are evaluated."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
 
-from lightning_fl import ClientModule
+import written_plainly
 from lightning_fl.aggregators import FedALA
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.contracts.context import Federation
-from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.contracts.plan import Cohort
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
+from rounds import with_buffers
 from two_classes import samples
-from written_plainly import LR, Lost, Noted
+from written_plainly import Lost, Noted, close, loss_and_gradient, trained, vector
 
 ETA = 5.0
 
 
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-
-
-def module():
-    return ClientModule(network(), (), lambda p: torch.optim.SGD(p, lr=LR)).double()
-
-
-def loss_and_gradient(point, x, y):
-    net = network().double()
-    torch.nn.utils.vector_to_parameters(point, net.parameters())
-    loss = torch.nn.functional.cross_entropy(net(x), y)
-    grads = torch.autograd.grad(loss, list(net.parameters()))
-    return torch.cat([g.flatten() for g in grads])
+module = partial(written_plainly.module, make=written_plainly.hidden)
 
 
 def data():
@@ -42,22 +29,20 @@ def data():
 
 def plainly(loop, data, first, eta, passes, lost):
     """Algorithm 1; a batch is the whole client, so that gradients need no stream of batches."""
-    x = torch.nn.utils.parameters_to_vector(module().parameters()).detach()
+    x, net = vector(module()), module().net
     own, weights, learned, models = {}, {}, set(), []
     for batches in loop.batches:
-        ends, starts = {}, {}
+        ends = {}
         for client, steps in batches.items():
             t, w = x.clone(), weights.get(client, torch.ones(len(x) - first, dtype=x.dtype))
             if client in own:
                 way = x[first:] - own[client][first:]
                 t[first:] = own[client][first:] + way * w
                 for _ in range(1 if client in learned else passes):
-                    w = (w - eta * loss_and_gradient(t, *steps[0])[first:] * way).clamp(0, 1)
+                    _, gradient = loss_and_gradient(t, *steps[0], net)
+                    w = (w - eta * gradient[first:] * way).clamp(0, 1)
                     t[first:] = own[client][first:] + way * w
-            y = t.clone()
-            for batch in steps:
-                y -= LR * loss_and_gradient(y, *batch)
-            starts[client] = t
+            y = trained(t, steps, net=net)
             if client not in lost:
                 if client in own:
                     learned.add(client)
@@ -79,8 +64,7 @@ def test_rounds_are_the_algorithm_with_partial_participation(fit, tensors, first
     made = module()
     fit(made, loop, rows, rounds=5, callbacks=[Lost(*lost), scores])
     models, own, weights = plainly(loop, rows, first, ETA, 3, lost)
-    for found, expected in zip(loop.models, models, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    close(loop.models, models)
     assert any(0 < float(w.min()) < 1 for w in weights.values())
     for client in range(5):
         t = models[-1].clone()
@@ -111,8 +95,7 @@ def test_a_pass_takes_a_share_of_the_batches(fit, monkeypatch, fraction, calls):
 
 
 def test_buffers_are_not_mixed():
-    layout = VectorLayout({"w": torch.Size([2]), "mean": torch.Size([1])}, 2)
-    federation = Federation(2, Cohort(2, 2), layout=layout)
+    federation = Federation(2, Cohort(2, 2), layout=with_buffers(2))
     (part,) = FedALA().client_parts()
     memory = {name: row[None] for name, row in part.initial_memory(federation).items()}
     assert [memory[name].numel() for name in ("model", "weights", "rounds")] == [2, 2, 1]

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from lightning_fl.aggregators import FedAMP
-from lightning_fl.contracts.context import Federation
-from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.functional.attention import attention, squared_distances
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule
-from lightning_fl.types import ClientUpdate, Cohort
+from rounds import aggregate, of, sent, with_buffers
 from two_classes import samples
-from written_plainly import LR, Lost, Noted, loss_and_gradient, module, vector
+from written_plainly import Lost, Noted, close, module, trained, vector
 
 
 def gaussian(w, k, sigma, strength):
@@ -41,12 +39,8 @@ def plainly(loop, mixture, sigma, strength, mu, lost=()):
     w = [vector(module()) for _ in range(5)]
     for batches in loop.batches:
         starts = {k: mixture(w, k, sigma, strength) for k in batches}
-        for k, steps in batches.items():
-            y = starts[k].clone()
-            for batch in steps:
-                y -= LR * (loss_and_gradient(y, *batch)[1] + mu * (y - starts[k]))
-            if k not in lost:
-                w[k] = y
+        for k in batches.keys() - set(lost):
+            w[k] = trained(starts[k], batches[k], mu=mu)
         yield torch.stack(w)
 
 
@@ -63,28 +57,18 @@ def test_rounds_are_the_algorithm_with_partial_participation(
     loop = Noted(rule, Schedule(num_steps=4), seed=1, clients_per_round=3)
     fit(module([Proximal(0.7)]), loop, samples(), rounds=4, callbacks=[Lost(*lost)])
     expected = list(plainly(loop, mixture, sigma, strength, 0.7, lost))
-    torch.testing.assert_close(rule.models, expected[-1], rtol=0, atol=1e-12)
-    for found, models in zip(loop.models, expected, strict=True):
-        torch.testing.assert_close(found, models.mean(0), rtol=0, atol=1e-12)
+    close(rule.models, expected[-1])
+    close(loop.models, [models.mean(0) for models in expected])
     for client in range(5):
         start = mixture(expected[-1], client, sigma, strength)
         found = rule.models_for(torch.tensor([client]))[0]
-        torch.testing.assert_close(found, start, rtol=0, atol=1e-12)
+        close(found, start)
         assert (found - expected[-1][client]).norm() > 1e-3
 
 
-def of(count, rule, layout=None):
-    rule.setup(Federation(count, Cohort(count, count), layout=layout))
-    return rule
-
-
 def test_buffers_are_those_of_the_client_and_have_no_distance():
-    layout = VectorLayout({"w": torch.Size([2]), "mean": torch.Size([1])}, 2)
-    rule = of(2, FedAMP(1.0, 1.0), layout)
-    rule.start(torch.zeros(3))
-    delta = torch.tensor([[0.0, 1.0, 50.0], [1.0, 1.0, -50.0]])
-    rule.update(ClientUpdate(torch.arange(2), delta, torch.ones(2)))
-    rule.compute()
+    rule = of(2, FedAMP(1.0, 1.0), layout=with_buffers(2))
+    aggregate(rule, torch.zeros(3), sent([[0.0, 1.0, 50.0], [1.0, 1.0, -50.0]]))
     share = math.exp(-1)
     expected = torch.tensor([[share, 1.0, 50.0], [1 - share, 1.0, -50.0]])
     torch.testing.assert_close(rule.models_for(torch.arange(2)), expected)

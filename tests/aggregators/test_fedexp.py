@@ -4,15 +4,13 @@ import pytest
 import torch
 
 from lightning_fl.aggregators import FedAvg, FedExP
-from lightning_fl.types import ClientUpdate
+from rounds import aggregate, sent
 
 SAMPLES = torch.tensor([3, 1, 4])
 
 
-def aggregated(rule, delta, samples=SAMPLES):
-    rule.start(torch.zeros(delta.shape[1], dtype=torch.float64))
-    rule.update(ClientUpdate(torch.arange(len(delta)), delta, samples[: len(delta)]))
-    return rule.compute()
+def aggregated(rule, delta):
+    return aggregate(rule, 0 * delta[0], sent(delta, SAMPLES[: len(delta)]))
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])

@@ -7,14 +7,14 @@ from torch import nn
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedMA
 from lightning_fl.aggregators.matching.layer_stack import LayerStack
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.networks import MatchingOptions, match_upwards
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.models import LeNet
 from lightning_fl.options import describe
-from lightning_fl.policies import Schedule
 from lightning_fl.samplers import ClientSampler
+from mlp import federation
 
 
 def module(seed=0, optimizer=torch.optim.SGD, **options):
@@ -60,22 +60,16 @@ class Watch(FedMA):
         return self.server
 
 
-def run(fit, images, rule, rounds=3, wrap=lambda m: m, made=None, **options):
-    made = module(momentum=0.9, weight_decay=0.1) if made is None else made
-    loop = FederatedLoop(aggregator=rule, policy=Schedule(num_steps=4), seed=2)
-    fit(wrap(made), loop, images(), rounds=rounds, **options)
-    return made, loop
+def run(fit, images, rule, made, rounds=3):
+    """Train a module; return the loop."""
+    return fit(made, federation(rule, 4, seed=2), images(), rounds=rounds)
 
 
 @pytest.mark.parametrize("group_size", [None, 2, 3])
 def test_layers_are_matched_from_below_and_stay(fit, images, group_size):
-    rule = Watch(seed=4)
-    made, loop = run(
-        fit,
-        images,
-        rule,
-        wrap=lambda m: m if group_size is None else VectorizedClients(m, group_size),
-    )
+    rule, made = Watch(seed=4), module(momentum=0.9, weight_decay=0.1)
+    user = made if group_size is None else VectorizedClients(made, group_size)
+    loop = run(fit, images, rule, user)
     chain, own = LayerStack(made), [(4, 1), (6, 4), (3, 6)]
     assert [row["layer"] for row in loop.rows] == [1, 2, 3]
     for round, (_, deltas, _) in enumerate(rule.seen):
@@ -86,7 +80,7 @@ def test_layers_are_matched_from_below_and_stay(fit, images, group_size):
     known = []
     for round, (_, _, nets) in enumerate(rule.seen):
         options = MatchingOptions(1.0, 1.0, 7.0, sweeps=5 if round == 0 else 3)
-        random = rule_orders(4, round)
+        random = generator(4, RandomStream.NEURONS, 0, round)
         found = match_upwards(nets, rule.class_counts, options, known=known, generator=random)
         known = [matching.assignments for matching in found.matchings[: round + 1]]
         if round < 2:
@@ -94,17 +88,10 @@ def test_layers_are_matched_from_below_and_stay(fit, images, group_size):
             for client in range(3):
                 start = rule.module_chain.unpack(following[client], own)
                 mine = found.of_client(client)
-                for layer in range(3):
-                    wanted = mine if layer <= round else nets[client]
-                    torch.testing.assert_close(start[layer], wanted[layer])
-    for (w, b), (v, c) in zip(chain.read(), found.layers, strict=True):
-        torch.testing.assert_close(w, v)
-        torch.testing.assert_close(b, c)
+                wanted = [*mine[: round + 1], *nets[client][round + 1 :]]
+                torch.testing.assert_close(start, wanted)
+    torch.testing.assert_close(chain.read(), found.layers)
     assert all(p.requires_grad for p in made.parameters())
-
-
-def rule_orders(seed, round):
-    return generator(seed, RandomStream.NEURONS, 0, round)
 
 
 class Turns(ClientSampler):
@@ -120,7 +107,7 @@ class Turns(ClientSampler):
 def test_who_was_not_there_from_below_waits_for_the_next_pass(fit, images):
     rule = FedMA(seed=4)
     cohorts = [[0, 1], [1, 2], [0, 2], [0, 2]]
-    loop = FederatedLoop(rule, Schedule(num_steps=2), Turns(cohorts), clients_per_round=2)
+    loop = federation(rule, 2, sampler=Turns(cohorts), clients_per_round=2)
     seen = []
 
     class Look(RoundCheckpoint):
@@ -133,20 +120,19 @@ def test_who_was_not_there_from_below_waits_for_the_next_pass(fit, images):
 
 
 def test_layers_draw_their_own_starts(fit, images):
-    rule = Watch(seed=4)
-    run(fit, images, rule, rounds=1)
+    rule, again = Watch(seed=4), Watch(seed=4)
+    for each in (rule, again):
+        run(fit, images, each, module(), rounds=1)
     starts = rule.seen[0][0]
     assert len({float(start[0]) for start in starts}) == 3
     assert starts[:, :36].abs().max() <= 1 / 3  # as nn.Conv2d draws: 1 / sqrt(9)
-    again = Watch(seed=4)
-    run(fit, images, again, rounds=1)
     assert torch.equal(again.seen[0][0], starts)
 
 
 def test_what_the_user_froze_stays_frozen(fit, images):
     made = module()
     made.net[4].weight.requires_grad_(False)
-    run(fit, images, FedMA(seed=4), made=made)
+    run(fit, images, FedMA(seed=4), made)
     assert [p.requires_grad for p in made.parameters()] == [True, True, False, True, True, True]
 
 
@@ -163,19 +149,10 @@ def test_a_chain_reads_and_writes_other_widths():
     made = LeNet(width=4, hidden=7)
     chain, x = LayerStack(made), torch.rand(2, 1, 28, 28)
     before, layers = made(x), chain.read()
-    assert [tuple(w.shape) for w, _ in layers] == [
-        (4, 1, 5, 5),
-        (10, 4, 5, 5),
-        (7, 10, 16),
-        (10, 7),
-    ]
-    doubled = [
-        (
-            torch.cat([w, w])[:, :1] if i == 0 else torch.cat([w, w], 1) / 2,
-            torch.cat([b, b]) if i == 0 else b,
-        )
-        for i, (w, b) in enumerate(layers[:2])
-    ]
+    shapes = [(4, 1, 5, 5), (10, 4, 5, 5), (7, 10, 16), (10, 7)]
+    assert [tuple(w.shape) for w, _ in layers] == shapes
+    (w, b), (v, c) = layers[:2]
+    doubled = [(torch.cat([w, w]), torch.cat([b, b])), (torch.cat([v, v], 1) / 2, c)]
     with chain.holding([*doubled, *layers[2:]]):
         assert made[0].out_channels == made[3].in_channels == 8
         torch.testing.assert_close(made(x), before)

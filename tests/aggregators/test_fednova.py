@@ -1,6 +1,4 @@
-"""FedNova: the algorithm written plainly, limit cases, every way of training, and resuming."""
-
-from functools import partial
+"""FedNova: the algorithm written plainly, also with a momentum that changes."""
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule
 from two_classes import samples
-from written_plainly import LR, module
+from written_plainly import LR, close, module
 
 
 class Uneven(Schedule):
@@ -51,6 +49,18 @@ def coefficients(steps, momentum=0.0, pull=0.0):
     return way
 
 
+def plainly(server, updates, weighting, momentum, mu=0.0):
+    """The equation of the paper, for one round."""
+    rows = [u.select(torch.tensor([i])) for u in updates for i in range(len(u.clients))]
+    n = [1 if weighting == "uniform" else int(u.num_samples) for u in rows]
+    p = [each / sum(n) for each in n]
+    tau = [1 + int(u.clients) % 4 for u in rows]
+    a = [coefficients(t, momentum, mu * LR) for t in tau]
+    effective = sum(pk * (t if mu else ak) for pk, t, ak in zip(p, tau, a, strict=True))
+    move = sum(pk * u.delta[0] / ak for pk, u, ak in zip(p, rows, a, strict=True))
+    return server + effective * move
+
+
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 @pytest.mark.parametrize(
     ("momentum", "mu", "group_size"),
@@ -63,26 +73,7 @@ def test_rounds_are_the_equation(fit, weighting, momentum, mu, group_size):
     fit(user, FederatedLoop(rule, Uneven(), seed=1, clients_per_round=4), samples(), rounds=3)
     assert len(rule.rounds) == 3
     for server, updates, model in rule.rounds:
-        rows = [u.select(torch.tensor([i])) for u in updates for i in range(len(u.clients))]
-        n = [1 if weighting == "uniform" else int(u.num_samples) for u in rows]
-        p = [each / sum(n) for each in n]
-        tau = [1 + int(u.clients) % 4 for u in rows]
-        a = [coefficients(t, momentum, mu * LR) for t in tau]
-        effective = sum(pk * (t if mu else ak) for pk, t, ak in zip(p, tau, a, strict=True))
-        move = sum(pk * u.delta[0] / ak for pk, u, ak in zip(p, rows, a, strict=True))
-        torch.testing.assert_close(model, server + effective * move, rtol=0, atol=1e-12)
-
-
-def test_the_server_may_have_momentum(fit):
-    rule = Noting(optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.5))
-    fit(module(), FederatedLoop(rule, Uneven(), seed=1, clients_per_round=4), samples(), rounds=3)
-    plain, velocity = FedNova(), 0.0
-    for server, updates, model in rule.rounds:
-        plain.start(server)
-        for update in updates:
-            plain.update(update)
-        velocity = 0.5 * velocity + plain.compute() - server
-        torch.testing.assert_close(model, server + velocity, rtol=0, atol=1e-12)
+        close(model, plainly(server, updates, weighting, momentum, mu))
 
 
 def test_the_momentum_is_that_of_the_round(fit):
@@ -103,9 +94,4 @@ def test_the_momentum_is_that_of_the_round(fit):
     fit(made, FederatedLoop(rule, Uneven(), seed=1), samples())
     assert len(set(made.momenta)) > 1
     for (server, updates, model), momentum in zip(rule.rounds, made.momenta, strict=True):
-        rows = [u.select(torch.tensor([i])) for u in updates for i in range(len(u.clients))]
-        a = [coefficients(1 + int(u.clients) % 4, momentum) for u in rows]
-        n = [int(u.num_samples) for u in rows]
-        effective = sum(k * each for k, each in zip(n, a, strict=True)) / sum(n)
-        move = sum(k * u.delta[0] / each for k, u, each in zip(n, rows, a, strict=True)) / sum(n)
-        torch.testing.assert_close(model, server + effective * move, rtol=0, atol=1e-12)
+        close(model, plainly(server, updates, "samples", momentum))

@@ -19,7 +19,8 @@ from lightning_fl.aggregators import (
 )
 from lightning_fl.optimizers import Adaptive
 from lightning_fl.options import describe
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import FederationError
+from rounds import aggregate, sent
 
 
 def rounds(rule, count, server=None, seed=0):
@@ -29,10 +30,8 @@ def rounds(rule, count, server=None, seed=0):
     found = []
     for _ in range(count):
         delta = torch.randn(4, 3, generator=random, dtype=torch.float64)
-        samples, steps = torch.tensor([1, 2, 3, 4]), torch.ones(4)
-        rule.start(server)
-        rule.update(ClientUpdate(torch.arange(4), delta, samples, num_steps=steps))
-        server = rule.compute()
+        update = sent(delta, [1, 2, 3, 4], num_steps=torch.ones(4))
+        server = aggregate(rule, server, update)
         found.append(server)
     return found
 
@@ -49,14 +48,18 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
-def test_momentum_by_hand():
+MOMENTUM = partial(torch.optim.SGD, lr=0.5, momentum=0.7)
+
+
+@pytest.mark.parametrize("make", [partial(FedAvgM, 0.5, 0.7), partial(FedNova, MOMENTUM)])
+def test_momentum_by_hand(make):
     """w = sum of velocities; v = beta v + mean."""
     expected, velocity, server = [], torch.zeros(3), torch.zeros(3)
     for mean in means(4):
         velocity = 0.7 * velocity + mean
         server = server + 0.5 * velocity
         expected.append(server)
-    close(rounds(FedAvgM(lr=0.5, momentum=0.7), 4), expected)
+    close(rounds(make(), 4), expected)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +83,7 @@ def test_parameters_that_clients_do_not_train_have_no_weight_decay(momentum):
     trained, server = torch.tensor([True, False, False]), torch.ones(3, dtype=torch.float64)
     expected = server
     for _ in range(3):
-        delta = torch.tensor([[1.0, 0.0, 2.0]], dtype=torch.float64)
-        update = ClientUpdate(torch.tensor([0]), delta, torch.tensor([5]))
+        update = sent(torch.tensor([[1.0, 0.0, 2.0]], dtype=torch.float64), [5])
         for each, model, mask in ((rule, server, trained), (whole, expected, None)):
             each.start(model, mask)
             each.update(update)
@@ -143,6 +145,7 @@ def test_a_resumed_run_has_the_rate_and_the_counters_of_its_groups():
 
 
 SCHEDULE = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
 @pytest.mark.parametrize(
@@ -181,10 +184,7 @@ def test_a_schedule_of_downpour_counts_rounds_and_not_steps():
     [
         (lambda: FedOpt(partial(torch.optim.SGD, lr=-1.0)), "invalid server optimizer: Invalid"),
         (lambda: FedOpt(torch.optim.LBFGS), "invalid server optimizer: .*closure"),
-        (
-            lambda: FedOpt(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
-            "invalid server optimizer: .*metrics",
-        ),
+        (lambda: FedOpt(scheduler=PLATEAU), "invalid server optimizer: .*metrics"),
     ],
 )
 def test_optimisers_that_cannot_be_used_are_refused_at_once(make, message):

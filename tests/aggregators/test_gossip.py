@@ -1,19 +1,16 @@
-"""Gossip: whole rounds against matrices, the mean, consensus, federations and what is refused."""
+"""Gossip: whole rounds against matrices, graphs, and what is refused."""
 
 import pytest
 import torch
 
-from lightning_fl.aggregators import FedAvg, Gossip
+from lightning_fl.aggregators import Gossip
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
-from lightning_fl.contracts.context import Federation
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.functional.mixing import adjacency, metropolis
+from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.types import FederationError
+from rounds import of, sent
 
 PATH = [[0.7, 0.3, 0.0], [0.3, 0.4, 0.3], [0.0, 0.3, 0.7]]
-
-
-def of(count, rule):
-    rule.setup(Federation(count, Cohort(count, count)))
-    return rule
 
 
 def test_rounds_are_matrix_products_also_with_a_part_of_the_clients():
@@ -24,9 +21,8 @@ def test_rounds_are_matrix_products_also_with_a_part_of_the_clients():
     for ids in ([0, 1, 2], [1], [2, 0]):
         delta = torch.randn(len(ids), 4, generator=random, dtype=torch.float64)
         rule.start(server)
-        ids = torch.tensor(ids)
-        torch.testing.assert_close(rule.models_for(ids), x[ids], atol=1e-15, rtol=0)
-        rule.update(ClientUpdate(ids, delta, torch.ones(len(ids))))
+        torch.testing.assert_close(rule.models_for(torch.tensor(ids)), x[ids], atol=1e-15, rtol=0)
+        rule.update(sent(delta, ids=ids))
         server = rule.compute()
         step = torch.zeros_like(x)
         step[ids] = delta
@@ -38,22 +34,11 @@ def test_rounds_are_matrix_products_also_with_a_part_of_the_clients():
 
 
 @pytest.mark.parametrize("graph", ["ring", "grid", "erdos_renyi", "complete"])
-def test_the_mean_moves_as_the_mean_of_updates_and_models_meet(graph):
-    rule, average = of(6, Gossip(graph, seed=0)), FedAvg("uniform")
-    random, server = torch.Generator().manual_seed(0), torch.zeros(3, dtype=torch.float64)
-    delta = torch.randn(6, 3, generator=random, dtype=torch.float64)
-    update = ClientUpdate(torch.arange(6), delta, torch.arange(1, 7))
-    for each in (rule, average):
-        each.start(server)
-        each.update(update)
-    torch.testing.assert_close(rule.compute(), average.compute(), atol=1e-14, rtol=0)
-    before = rule.metrics()["consensus_distance"]
-    still = ClientUpdate(torch.arange(6), torch.zeros_like(delta), torch.ones(6))
-    for _ in range(200):
-        rule.start(server)
-        rule.update(still)
-        rule.compute()
-    assert rule.metrics()["consensus_distance"] < 1e-6 * max(before, 1)
+def test_a_graph_has_metropolis_weights(graph):
+    """With which models keep their mean and meet: see the tests of the function."""
+    rule, random = of(6, Gossip(graph, seed=0)), generator(0, RandomStream.GRAPH)
+    rule.start(torch.zeros(3))
+    assert torch.equal(rule.weights, metropolis(adjacency(graph, 6, 0.5, random)))
 
 
 def test_a_matrix_that_does_not_fit_is_refused(fit, foreign):

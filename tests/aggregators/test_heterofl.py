@@ -1,4 +1,4 @@
-"""HeteroFL: narrow networks written plainly, limits, traffic, and what is refused."""
+"""HeteroFL: narrow networks written plainly, traffic, and what is refused."""
 
 import math
 
@@ -7,20 +7,20 @@ import torch
 from torch import nn
 
 from lightning_fl import ClientModule
-from lightning_fl.aggregators import FedAvg, HeteroFL
+from lightning_fl.aggregators import HeteroFL
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.contracts.update import ClientUpdate
 from lightning_fl.objectives import Ditto
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 from linear import WithoutForward
+from rounds import aggregate, sent
 from two_classes import samples
 from written import Written
-from written_plainly import Lost, Noted
+from written_plainly import Lost, Noted, close
 
-RATES = [1, 0.5, 0.25, 0.1]
+RATES = [0.8, 0.5, 0.25, 0.1]
 #: Each activation maps 0 to 0; weight decay and momentum leave zeros.
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -69,8 +69,15 @@ def units(width, rate, first):
     return (first + torch.arange(math.ceil(rate * width))) % width
 
 
-def data(**options):
-    return samples(5, partition=Dirichlet(2.0, min_size=6), drop_last=True, **options)
+def train(fit, made, rule, rounds=1, **options):
+    """Train a module; return the loop."""
+    loop = FederatedLoop(rule, **{"seed": 1, **options})
+    fit(made, loop, data(), rounds=rounds)
+    return loop
+
+
+def data():
+    return samples(5, partition=Dirichlet(2.0, min_size=6), drop_last=True)
 
 
 def plainly(loop, net, rates, lost, rolling):
@@ -111,32 +118,14 @@ def test_rounds_are_those_of_narrow_networks(fit, net, window, lost):
     loop = Noted(HeteroFL(RATES, window=window), Schedule(num_steps=3), seed=1, clients_per_round=3)
     fit(module(net), loop, data(), rounds=5, callbacks=[Lost(*lost)])
     models = plainly(loop, net, RATES, lost, window == "rolling")
-    for found, expected in zip(loop.models, models, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("net", "widths"), [(linear, (4, 3)), (conv, (3, 3))])
-def test_equal_rates_are_fedavg_of_the_narrow_network(fit, net, widths):
-    whole, narrow = module(net), module(net, *widths)
-    before = [p.detach().clone() for p in whole.parameters()]
-    index = cuts(net, *map(torch.arange, widths))
-    for p, value, i in zip(narrow.parameters(), before, index, strict=True):
-        p.data = value[i].clone()
-    for made, rule in ((whole, HeteroFL([0.5])), (narrow, FedAvg("uniform"))):
-        fit(made, FederatedLoop(rule, seed=1, clients_per_round=3), data(), rounds=3)
-    parameters = zip(whole.parameters(), narrow.parameters(), before, index, strict=True)
-    for found, expected, first, i in parameters:
-        torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)
-        rest = torch.ones_like(first, dtype=torch.bool)
-        rest[i] = False
-        assert torch.equal(found[rest], first[rest])
+    close(loop.models, models)
 
 
 def test_rates_go_around_or_are_drawn_by_the_seed(fit):
     def levels(seed=1, **options):
-        loop = FederatedLoop(HeteroFL([1, 0.5], **options), seed=seed)
-        fit(module(linear), loop, data(), rounds=1)
-        return loop.aggregator.levels.tolist()
+        rule = HeteroFL([1, 0.5], **options)
+        train(fit, module(linear), rule, seed=seed)
+        return rule.levels.tolist()
 
     assert levels() == [1, 0, 1, 0, 1]
     drawn = [levels(seed, drawn=True) for seed in (1, 2, 3, 1)]
@@ -147,8 +136,7 @@ def test_rates_go_around_or_are_drawn_by_the_seed(fit):
 
 @pytest.mark.parametrize("window", ["first", "rolling"])
 def test_traffic_is_that_of_the_entries_of_a_client(fit, window):
-    loop = FederatedLoop(HeteroFL(RATES, window=window), seed=1)
-    fit(module(conv), loop, data(), rounds=2)
+    loop = train(fit, module(conv), HeteroFL(RATES, window=window), rounds=2)
     rates = [*RATES, RATES[0]]
     narrow = [conv(math.ceil(6 * r), math.ceil(5 * r)) for r in rates]
     wanted = 8 * sum(p.numel() for net in narrow for p in net.parameters())
@@ -157,14 +145,11 @@ def test_traffic_is_that_of_the_entries_of_a_client(fit, window):
 
 
 def test_what_is_added_beyond_the_entries_is_not_averaged(fit):
-    loop = FederatedLoop(HeteroFL([0.5]), seed=1)
-    fit(module(linear), loop, data(), rounds=1)
-    rule, server = loop.aggregator, torch.zeros(loop.aggregator.held.shape[1]).double()
-    rule.start(server)
-    rows = torch.ones(2, len(server)).double()
-    rule.update(ClientUpdate(torch.arange(2), rows, torch.tensor([3, 1])))
-    assert torch.equal(rule.compute(), rule.held[0].double())
-    assert 0 < int(rule.held.sum()) < len(server)
+    rule = HeteroFL([0.5])
+    train(fit, module(linear), rule)
+    ones = torch.ones(2, rule.held.shape[1]).double()
+    assert torch.equal(aggregate(rule, 0 * ones[0], sent(ones)), rule.held[0].double())
+    assert 0 < int(rule.held.sum()) < rule.held.shape[1]
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -174,22 +159,16 @@ def stacked(*middle):
     return nn.Sequential(nn.Linear(4, 6), *middle, nn.Linear(6, 2))
 
 
+def of_three(forward):
+    return Written(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 2))
+
+
 def reversed_order():
-    return Written(
-        lambda net, x: net.c(net.a(net.b(x).relu()).relu()),
-        a=nn.Linear(4, 4),
-        b=nn.Linear(4, 4),
-        c=nn.Linear(4, 2),
-    )
+    return of_three(lambda net, x: net.c(net.a(net.b(x).relu()).relu()))
 
 
 def skips():
-    return Written(
-        lambda net, x: net.c(net.b(net.a(x).relu()).relu()) + net.a(x)[:, 2:],
-        a=nn.Linear(4, 4),
-        b=nn.Linear(4, 4),
-        c=nn.Linear(4, 2),
-    )
+    return of_three(lambda net, x: net.c(net.b(net.a(x).relu()).relu()) + net.a(x)[:, 2:])
 
 
 def recurrent():
@@ -197,6 +176,10 @@ def recurrent():
         return net.last(net.lstm(x[:, None])[0][:, 0])
 
     return Written(run, lstm=nn.LSTM(4, 6), last=nn.Linear(6, 2))
+
+
+def normalized_inputs():
+    return nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), stacked())
 
 
 def frozen():
@@ -217,49 +200,39 @@ def frozen():
         (reversed_order, "the order of their definition"),
         (skips, "through weights only"),
         (frozen, "0.bias is frozen or stays with the clients"),
-        (
-            lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), stacked()),
-            "0.weight",
-        ),
+        (normalized_inputs, "0.weight"),
         (recurrent, r"lstm.weight_ih_l0, \[24, 4\]"),
     ],
 )
 def test_networks_that_are_no_stack_are_refused(fit, make, words):
-    made = ClientModule(make()).double()
     with pytest.raises(FederationError, match=words):
-        fit(made, FederatedLoop(HeteroFL([0.5, 0.6]), seed=1), data(), rounds=1)
+        train(fit, ClientModule(make()).double(), HeteroFL([0.5, 0.6]))
 
 
 def test_normalization_of_groups_that_are_held_as_a_whole_is_no_harm(fit):
     made = ClientModule(stacked(nn.GroupNorm(2, 6))).double()
-    fit(made, FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
+    train(fit, made, HeteroFL([0.5]))
     with pytest.raises(FederationError, match="through weights only"):
-        fit(made, FederatedLoop(HeteroFL([0.5], window="rolling"), seed=1), data(), rounds=1)
+        train(fit, made, HeteroFL([0.5], window="rolling"))
 
 
 def test_a_module_without_forward_is_refused(fit):
-    made = WithoutForward(linear()).double()
     with pytest.raises(FederationError, match="implement forward in WithoutForward"):
-        fit(made, FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
+        train(fit, WithoutForward(linear()).double(), HeteroFL([0.5]))
 
 
 def test_a_second_model_of_the_client_is_refused(fit):
-    made = module(linear, terms=[Ditto(0.1)])
     with pytest.raises(FederationError, match="stays with the clients"):
-        fit(made, FederatedLoop(HeteroFL([0.5]), seed=1), data(), rounds=1)
+        train(fit, module(linear, terms=[Ditto(0.1)]), HeteroFL([0.5]))
 
 
 @pytest.mark.parametrize(
     "options", [{"optimizer_state": "keep"}, {"update_transforms": [TopK(0.5)]}]
 )
 def test_clients_of_a_rolling_window_keep_nothing(fit, options):
-    for window in ("first", "rolling"):
-        loop = FederatedLoop(HeteroFL([0.5], window=window), seed=1, **options)
-        if window == "first":
-            fit(module(linear), loop, data(), rounds=1)
-            continue
-        with pytest.raises(FederationError, match="moves the units of a client"):
-            fit(module(linear), loop, data(), rounds=1)
+    train(fit, module(linear), HeteroFL([0.5]), **options)
+    with pytest.raises(FederationError, match="moves the units of a client"):
+        train(fit, module(linear), HeteroFL([0.5], window="rolling"), **options)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.5, math.nan])

@@ -14,7 +14,7 @@ from lightning_fl.partition import Natural
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
-from written_plainly import LR, Lost, Noted, loss_and_gradient, module, samples_of, vector
+from written_plainly import Lost, Noted, close, module, of_all_samples, trained, vector
 
 
 def groups():
@@ -42,14 +42,11 @@ def plainly(loop, data, starts, weighting, mu, lost):
     for batches in loop.batches:
         ends = {}
         for client, steps in batches.items():
-            whole = samples_of(data, client)
-            losses = [float(loss_and_gradient(m, *whole)[0]) for m in models]
+            losses = [float(of_all_samples(m, data, client)[0]) for m in models]
             j = losses.index(min(losses))
-            y = models[j].clone()
-            for batch in steps:
-                y -= LR * (loss_and_gradient(y, *batch)[1] + mu * (y - models[j]))
+            y = trained(models[j], steps, mu=mu)
             if client not in lost:
-                weight = len(whole[1]) if weighting == "samples" else 1
+                weight = len(data.parts[client]) if weighting == "samples" else 1
                 ends.setdefault(j, []).append((weight, y))
                 last[client] = j
         for j, members in ends.items():
@@ -66,16 +63,15 @@ def test_rounds_are_the_algorithm_with_partial_participation(fit, weighting, los
     loop = Noted(rule, Schedule(num_steps=4), seed=1, clients_per_round=4)
     fit(module([Proximal(0.3)]), loop, data, rounds=4, callbacks=[begun, Lost(*lost)])
     expected = list(plainly(loop, data, begun.models, weighting, 0.3, lost))
-    for found, (_, mean, _) in zip(loop.models, expected, strict=True):
-        torch.testing.assert_close(found, mean, rtol=0, atol=1e-12)
+    close(loop.models, [mean for _, mean, _ in expected])
     models, _, last = expected[-1]
-    torch.testing.assert_close(rule.models, torch.stack(models), rtol=0, atol=1e-12)
+    close(rule.models, torch.stack(models))
     assert rule.cluster_of.tolist() == [last.get(client, -1) for client in range(5)]
     assert rule.metrics() == {"clusters": len(set(last.values()))}
     assert len(set(last.values())) > 1
     assert any(a != last for _, _, a in expected)
     starts = torch.stack([models[max(last.get(client, 0), 0)] for client in range(5)])
-    torch.testing.assert_close(rule.models_for(torch.arange(5)), starts, rtol=0, atol=1e-12)
+    close(rule.models_for(torch.arange(5)), starts)
 
 
 def test_initial_models_differ_by_seed_and_begin_with_that_of_the_module(fit):

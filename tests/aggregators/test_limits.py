@@ -1,37 +1,19 @@
 """Rules that are federated averaging in a limit."""
 
+# ruff: noqa: F403, F405
+
 from functools import partial
 
 import pytest
-import torch
-from torch import nn
 
-from lightning_fl import ClientModule
-from lightning_fl.aggregators import (
-    AFL,
-    IFCA,
-    ClusteredFL,
-    DPFedAvg,
-    FedALA,
-    FedAvg,
-    FedAvgM,
-    FedCM,
-    FedControl,
-    FedCostWAvg,
-    FedNova,
-    FedOpt,
-    FedPIDAvg,
-    Gossip,
-    HeteroFL,
-    QFedAvg,
-    TrimmedMean,
-)
+from lightning_fl.aggregators import *
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
 from two_classes import samples
-from written_plainly import LR, Uneven, vector
+from written_plainly import Uneven, close, hidden, module, vector
 
+DECAYING = Schedule(lr=0.13, num_steps=3, decay=0.9)
 #: Rules and the weighting of FedAvg, and what differs from a round of three clients.
 EQUAL, EVERYBODY = {"atol": 0.0}, {"clients_per_round": None}
 LIMITS = {
@@ -50,11 +32,7 @@ LIMITS = {
     "Gossip": (partial(Gossip, "complete"), "uniform", EVERYBODY),
     "HeteroFL": (partial(HeteroFL, [1.0]), "uniform", EQUAL),
     "IFCA": (partial(IFCA, 1), "uniform", {}),
-    "QFedAvg": (
-        partial(QFedAvg, 0.0),
-        "uniform",
-        EQUAL | {"policy": Schedule(lr=0.13, num_steps=3, decay=0.9)},
-    ),
+    "QFedAvg": (partial(QFedAvg, 0.0), "uniform", EQUAL | {"policy": DECAYING}),
     "TrimmedMean": (partial(TrimmedMean, 0.0), "uniform", {}),
 }
 
@@ -65,10 +43,8 @@ def test_limit_is_fedavg(fit, name):
     options = {"atol": 1e-12, "clients_per_round": 3, "policy": Schedule(num_steps=3)} | options
     found, atol = [], options.pop("atol")
     for rule in (make(), FedAvg(weighting)):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-        made = ClientModule(net, optimizer=partial(torch.optim.SGD, lr=LR)).double()
+        made = module(make=hidden)
         data = samples(partition=QuantitySkew(2.0, min_size=4))
         fit(made, FederatedLoop(rule, seed=1, **options), data, rounds=3)
         found.append(vector(made))
-    torch.testing.assert_close(*found, rtol=0, atol=atol)
+    close(*found, atol=atol)

@@ -1,14 +1,16 @@
 """FedControl and FedCostWAvg: several rounds worked out plainly, with clients that come and go."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.partition import Natural, QuantitySkew
-from lightning_fl.types import ClientUpdate
+from rounds import aggregate, sent
+from written_plainly import close
 
 COHORTS = [[0, 1, 2], [1, 3], [0, 2, 200], [0, 1, 2, 3]]
 SAMPLES = {0: 5, 1: 10, 2: 1, 3: 7, 200: 3}
@@ -18,16 +20,9 @@ def problem(seed=0):
     """Updates of a few rounds, each with its losses."""
     random = torch.Generator().manual_seed(seed)
     for cohort in COHORTS:
-        k = len(cohort)
-        yield ClientUpdate(
-            torch.tensor(cohort),
-            torch.randn(k, 3, generator=random, dtype=torch.float64),
-            torch.tensor([SAMPLES[c] for c in cohort]),
-            extras={
-                f"loss_{when}": 0.5 + torch.rand(k, generator=random, dtype=torch.float64)
-                for when in ("before", "after")
-            },
-        )
+        delta = torch.randn(len(cohort), 3, generator=random, dtype=torch.float64)
+        losses = 0.5 + torch.rand(2, len(cohort), generator=random, dtype=torch.float64)
+        yield sent(delta, [SAMPLES[c] for c in cohort], cohort, extras=extras(*losses))
 
 
 def extras(before, after):
@@ -57,15 +52,13 @@ def plainly(alpha, beta, decay):
 def trained(rule, split=False):
     server = torch.zeros(3, dtype=torch.float64)
     for update in problem():
-        rule.start(server)
-        for rows in [[r] for r in range(len(update.clients))] if split else [None]:
-            rule.update(update if rows is None else update.select(torch.tensor(rows)))
-        server = rule.compute()
+        each = [update.select(torch.tensor([row])) for row in range(len(update.clients))]
+        server = aggregate(rule, server, *each if split else [update])
         yield server
 
 
 def agree(found, expected):
-    torch.testing.assert_close(list(found), list(expected), rtol=0, atol=1e-13)
+    close(list(found), list(expected), atol=1e-13)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -105,12 +98,10 @@ def test_rounds_are_the_equations_of_fedpidavg(monkeypatch, window, split):
     agree(trained(FedPIDAvg(), split), plainly())
 
 
-def one_round(rule, before, after, delta=(3.0, 0.0), samples=(1, 2)):
-    rule.start(torch.zeros(1))
-    losses = torch.tensor(before), torch.tensor(after)
-    delta, samples = torch.tensor(delta)[:, None], torch.tensor(samples)
-    rule.update(ClientUpdate(torch.arange(len(delta)), delta, samples, extras=extras(*losses)))
-    return rule.compute().item()
+def one_round(rule, before, after):
+    losses = extras(torch.tensor(before), torch.tensor(after))
+    update = sent([[3.0], [0.0]], [1, 2], extras=losses)
+    return aggregate(rule, torch.zeros(1), update).item()
 
 
 def test_a_client_whose_loss_rises_counts_negatively():
@@ -167,27 +158,18 @@ class Noting(FedControl):
         super().update(clients)
 
 
-@pytest.mark.parametrize("group_size", [None, 3])
-def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, group_size):
-    torch.manual_seed(0)
-    net = torch.nn.Linear(6, 3)
-    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.3)).double()
-    federation = FederatedDataModule(
-        blobs(70),
-        num_clients=4,
-        batch_size=7,
-        eval_batch_size=5,
-        partition=QuantitySkew(2.0),
-        seed=1,
-    )
-    rule = Noting()
-    start = torch.cat([net.weight.detach().flatten(), net.bias.detach()])
-    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
-    fit(user, FederatedLoop(aggregator=rule, seed=0), federation, rounds=1)
+GROUPS = partial(VectorizedClients, group_size=3, compile=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"wrap": GROUPS}], ids=["one by one", "vectorized"])
+def test_losses_are_those_of_all_samples_by_the_clients_own_models(simulate, data, blobs, options):
+    uneven, rule = {"partition": QuantitySkew(2.0), "seed": 1}, Noting()
+    federation = data(blobs(70), batch_size=7, eval_batch_size=5, **uneven)
+    simulate(aggregator=rule, datamodule=federation, rounds=1, quiet=False, **options)
     assert len(rule.seen) == 4
     for client, (before, after, delta) in rule.seen.items():
         x, y = federation.train.fetch(federation.parts[client])
-        for found, vector in ((before, start), (after, start + delta)):
+        for found, vector in ((before, rule.server), (after, rule.server + delta)):
             logits = x @ vector[:18].view(3, 6).T + vector[18:]
             expected = torch.nn.functional.cross_entropy(logits, y).item()
             assert found == pytest.approx(expected, abs=1e-12)

@@ -13,12 +13,12 @@ from lightning_fl import ClientModule
 from lightning_fl.aggregators import PFNM, FedAvg
 from lightning_fl.aggregators.matching.layer_stack import LayerStack
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
-from lightning_fl.contracts.context import Federation
 from lightning_fl.functional.networks import MatchingOptions, match_networks
-from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.policies import PersonalizedPolicyGradient
+from lightning_fl.types import FederationError
 from linear import WithoutForward
-from mlp import MATCHED, module, net
+from mlp import MATCHED, federation, module, net
+from rounds import aggregate, of, sent
 from written_plainly import vector
 
 
@@ -33,13 +33,12 @@ def test_a_round_merges_what_clients_have_become(sizes):
     made = module(sizes)
     rule = begun(PFNM(**MATCHED, seed=3), made)
     counts = torch.tensor([[3, 0, 2], [1, 4, 4], [9, 9, 9], [0, 1, 1]])
-    rule.setup(Federation(4, Cohort(4, 4), data=SimpleNamespace(class_counts=counts)))
-    ids = torch.tensor([0, 3, 1])
-    starts = rule.models_for(ids)
+    of(4, rule, data=SimpleNamespace(class_counts=counts))
+    starts = rule.models_for(torch.tensor([0, 3, 1]))
     assert not torch.equal(starts[0], starts[1])
     deltas = torch.randn(3, starts.shape[1], dtype=torch.float64)
-    rule.update(ClientUpdate(ids[:2], deltas[:2], torch.tensor([5, 2])))
-    rule.update(ClientUpdate(ids[2:], deltas[2:], torch.tensor([9])))
+    rule.update(sent(deltas[:2], [5, 2], [0, 3]))
+    rule.update(sent(deltas[2:], [9], [1]))
     assert torch.equal(rule.compute(), vector(made))
     order = [0, 2, 1]  # by their numbers
     nets = []
@@ -52,10 +51,9 @@ def test_a_round_merges_what_clients_have_become(sizes):
     begin = [matching.assignments for matching in seeds.matchings]
     expected = match_networks(nets, counts, MatchingOptions(**MATCHED, sweeps=0), start=begin)
     rule.load_global_network()
-    for (w, b), layer in zip(expected.layers, LayerStack(made).layers.values(), strict=True):
-        torch.testing.assert_close(layer.weight, w)
-        torch.testing.assert_close(layer.bias, b)
-        assert (layer.out_features, layer.in_features) == tuple(w.shape)
+    torch.testing.assert_close(LayerStack(made).read(), expected.layers)
+    for layer in LayerStack(made).layers.values():
+        assert (layer.out_features, layer.in_features) == layer.weight.shape
     figures = rule.metrics()
     assert figures["width_1"] == expected.widths[0]
     assert figures["neurons"] == 3 * sum(sizes[1:-1])
@@ -75,13 +73,11 @@ def two_rounds(rule, made, rounds=2):
     """The rule after rounds of clients 0, 1, 2 and then 0, 2, 3, and the second round's updates."""
     begun(rule, made)
     random = torch.Generator().manual_seed(5)
-    for round, ids in enumerate((torch.arange(3), torch.tensor([0, 2, 3]))):
-        starts = rule.models_for(ids)
+    for round, ids in enumerate(([0, 1, 2], [0, 2, 3])):
+        starts = rule.models_for(torch.tensor(ids))
         deltas = 0.4 * torch.randn(starts.shape, generator=random, dtype=torch.float64)
         if round < rounds:
-            rule.start(vector(made))
-            rule.update(ClientUpdate(ids, deltas, torch.ones(3)))
-            rule.compute()
+            aggregate(rule, vector(made), sent(deltas, ids=ids))
             rule.load_global_network()
             rule.load_client_network()
     return rule, starts + deltas
@@ -116,7 +112,7 @@ def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes):
 def test_narrower_clients_stay_narrow(fit, data):
     made = module((6, 8, 3))
     rule = PFNM(**MATCHED, widths=[8, 3])
-    fit(made, FederatedLoop(aggregator=rule, policy=Schedule(num_steps=7)), data())
+    fit(made, federation(rule, 7), data())
     assert [len(rule.assignments()[client][0]) for client in range(4)] == [8, 3, 8, 3]
     assert 8 <= LayerStack(made).shapes[0][0] <= 22
     rule.load_client_network()
@@ -131,21 +127,14 @@ def test_its_checkpoint_loads_elsewhere(fit, data, trainer, tmp_path):
     def rule():
         return PFNM(gamma=1.0, client_variance=0.01, prior_variance=1.0, seed=5)
 
-    whole, keep = module(), [RoundCheckpoint(str(tmp_path / "whole"))]
-    loop = FederatedLoop(rule(), Schedule(num_steps=5), seed=2, client_fraction=0.5)
-    fit(whole, loop, data(), rounds=2, callbacks=keep, enable_checkpointing=True)
+    keep = {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
+    whole, loop = module(), federation(rule(), seed=2, client_fraction=0.5)
+    fit(whole, loop, data(), rounds=2, **keep)
     assert LayerStack(whole).shapes[0][0] > 8
-    saved = str(tmp_path / "whole" / "last.ckpt")
-    fresh = module(seed=9)
-    callbacks = [RoundCheckpoint(str(tmp_path / "whole"))]
-    trainer(FederatedLoop(aggregator=rule()), callbacks=callbacks, enable_checkpointing=True).test(
-        fresh, data(test=data().val), ckpt_path=saved, verbose=False
-    )
+    fresh, saved = module(seed=9), str(tmp_path / "last.ckpt")
+    elsewhere = trainer(FederatedLoop(aggregator=rule()), **keep)
+    elsewhere.test(fresh, data(test=data().val), ckpt_path=saved, verbose=False)
     assert torch.equal(vector(whole), vector(fresh))
-    plain, state = module(seed=9), torch.load(saved, weights_only=True)["state_dict"]
-    LayerStack(plain).fit_to(state)
-    plain.load_state_dict(state)
-    assert torch.equal(plain(torch.ones(1, 6).double()), whole(torch.ones(1, 6).double()))
 
 
 def test_checkpoints_of_all_moments(fit, data, tmp_path):
@@ -164,7 +153,7 @@ def test_checkpoints_of_all_moments(fit, data, tmp_path):
     def run(callbacks=(), **options):
         made = module()
         rule = PFNM(gamma=50.0, client_variance=0.1, prior_variance=1.0, seed=5)
-        loop = FederatedLoop(aggregator=rule, policy=Schedule(num_steps=9), seed=2)
+        loop = federation(rule, 9, seed=2)
         with warnings.catch_warnings():  # of callbacks that a checkpoint had
             warnings.simplefilter("ignore")
             fit(made, loop, data(), rounds=4, callbacks=callbacks, **options)
@@ -247,26 +236,24 @@ def test_networks_that_cannot_be_matched_are_refused(layers, x, message):
         PFNM(**MATCHED).prepare(module, lambda: (x,))
 
 
-def test_what_does_not_go_together(fit, data):
-    with pytest.raises(FederationError, match="requires an activation that maps 0 to 0"):
-        fit(
-            module(activation=nn.Sigmoid),
-            FederatedLoop(aggregator=PFNM(**MATCHED, widths=[3])),
-            data(),
-        )
-    with pytest.raises(FederationError, match="9 neurons, the module's network 8"):
-        fit(module(), FederatedLoop(aggregator=PFNM(**MATCHED, widths=[9])), data())
-    with pytest.raises(FederationError, match="no client has a training sample of class 3, of 4"):
-        fit(module((6, 8, 4)), FederatedLoop(aggregator=PFNM(**MATCHED)), data())
-    with pytest.raises(FederationError, match="has 2 outputs, and the largest label is 2"):
-        fit(module((6, 8, 2)), FederatedLoop(aggregator=PFNM(**MATCHED)), data())
+@pytest.mark.parametrize(
+    ("made", "widths", "message"),
+    [
+        ({"activation": nn.Sigmoid}, [3], "requires an activation that maps 0 to 0"),
+        ({}, [9], "9 neurons, the module's network 8"),
+        ({"sizes": (6, 8, 4)}, None, "no client has a training sample of class 3, of 4"),
+        ({"sizes": (6, 8, 2)}, None, "has 2 outputs, and the largest label is 2"),
+    ],
+)
+def test_networks_that_do_not_fit_the_clients_are_refused(fit, data, made, widths, message):
+    with pytest.raises(FederationError, match=message):
+        fit(module(**made), FederatedLoop(aggregator=PFNM(**MATCHED, widths=widths)), data())
+
+
+def test_what_needs_one_network_is_refused(fit, data):
+    tested, personal = data(local_test_size=0.2), [PersonalizedEvaluation()]
     with pytest.raises(FederationError, match="remove one of them"):
-        fit(
-            module(),
-            FederatedLoop(aggregator=PFNM(**MATCHED)),
-            data(local_test_size=0.2),
-            callbacks=[PersonalizedEvaluation()],
-        )
+        fit(module(), FederatedLoop(aggregator=PFNM(**MATCHED)), tested, callbacks=personal)
     policy = PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}])
     with pytest.raises(FederationError, match="replaces its network"):
         fit(module(), FederatedLoop(aggregator=PFNM(**MATCHED), policy=policy), data())
@@ -289,8 +276,7 @@ def test_widths_that_are_none_are_refused(widths, message):
 def test_search_without_a_score_is_refused():
     made = module()
     rule = begun(PFNM(), made)
-    rule.update(ClientUpdate(torch.tensor([0]), 0 * vector(made)[None], torch.tensor([1])))
-    rule.compute()
+    aggregate(rule, vector(made), sent(0 * vector(made)[None]))
     with pytest.raises(FederationError, match="set gamma, client_variance and"):
         rule.load_global_network()
 
@@ -307,12 +293,11 @@ def test_what_is_no_pair_or_has_no_forward_is_refused(fit, data):
 def test_the_search_takes_the_narrowest_that_is_not_much_worse():
     made = module()
     rule = begun(PFNM(seed=3), made)
-    ids = torch.arange(3)
     moves = 0.3 * torch.randn(3, len(vector(made)), generator=torch.Generator().manual_seed(0))
     widths = []
 
     def chosen(score):
-        rule.update(ClientUpdate(ids, moves.double(), torch.ones(3)))
+        rule.update(sent(moves.double()))
         rule.compute()
         rule.load_global_network(score)
         width = LayerStack(made).shapes[0][0]
@@ -344,40 +329,19 @@ def test_a_stop_in_a_round_leaves_the_network_of_before(fit, data, trainer):
             trainer.should_stop = trainer.current_epoch == 2 and batch_idx == 1
 
     made, rule = module(), PFNM(gamma=50.0, client_variance=0.1, prior_variance=1.0)
-    loop = fit(
-        made,
-        FederatedLoop(aggregator=rule, policy=Schedule(num_steps=4)),
-        data(),
-        rounds=4,
-        callbacks=[Stop()],
-    )
+    loop = fit(made, federation(rule, 4), data(), rounds=4, callbacks=[Stop()])
     assert loop.round == 2
     assert LayerStack(made).shapes[0][0] == int(loop.rows[-1]["width_1"]) > 8
-    for (w, b), layer in zip(rule.network(), LayerStack(made).layers.values(), strict=True):
-        assert torch.equal(layer.weight, w)
-        assert torch.equal(layer.bias, b)
+    torch.testing.assert_close(LayerStack(made).read(), rule.network(), rtol=0, atol=0)
 
 
-def test_a_round_without_anybody_has_no_figures_of_another(fit, data, tmp_path):
-    def run(rounds, folder, **options):
-        made = module()
-        loop = FederatedLoop(
-            aggregator=PFNM(**MATCHED, seed=1), policy=Schedule(num_steps=2), seed=2
-        )
-        step = made.training_step
-
-        def poisoned(batch, batch_idx):
-            return step(batch, batch_idx) * (torch.nan if loop.round == 2 else 1.0)
-
-        made.training_step = poisoned
-        options |= {"callbacks": [RoundCheckpoint(str(folder))], "enable_checkpointing": True}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            fit(made, loop, data(), rounds=rounds, **options)
-        return loop.rows
-
-    whole = run(4, tmp_path / "whole")
-    assert ["width_1" in row and row["width_1"] != "" for row in whole] == [True, True, False, True]
-    run(2, tmp_path / "parts")
-    parts = run(4, tmp_path / "parts", ckpt_path=str(tmp_path / "parts" / "last.ckpt"))
-    assert str(parts) == str(whole)  # as text: a loss is NaN
+def test_a_round_without_anybody_keeps_the_network_and_has_no_figures_of_another():
+    made = module()
+    rule, _ = two_rounds(PFNM(**MATCHED, seed=1), made)
+    merged = rule.network()
+    assert "width_1" in rule.metrics()
+    rule.start(vector(made))
+    rule.conclude(returned=0, min_clients=1)
+    rule.load_global_network()
+    assert "width_1" not in rule.metrics()
+    torch.testing.assert_close(LayerStack(made).read(), merged, rtol=0, atol=0)

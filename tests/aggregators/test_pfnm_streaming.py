@@ -8,8 +8,7 @@ from lightning_fl.aggregators.matching.pfnm_streaming import LayerPosterior
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.functional.networks import MatchingOptions, NetworkPosterior, match_networks
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.policies import Schedule
-from mlp import MATCHED, module
+from mlp import MATCHED, federation, module
 
 
 class Watch(StreamingPFNM):
@@ -28,7 +27,7 @@ class Watch(StreamingPFNM):
 def test_each_round_goes_on_from_the_posterior_of_the_last(fit, data, sizes):
     rule = Watch(**MATCHED, seed=3)
     made, samples = module(sizes), data(stream_steps=3)
-    fit(made, FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), samples)
+    fit(made, federation(rule), samples)
     past = NetworkPosterior()
     for round, (ids, nets, counts) in enumerate(rule.seen):
         samples.advance(round)
@@ -43,19 +42,12 @@ def test_each_round_goes_on_from_the_posterior_of_the_last(fit, data, sizes):
         torch.testing.assert_close(kept.precisions, layer.precisions)
         assert torch.equal(kept.uses[:4], layer.uses)
         assert kept.uses.sum() == 3 * 4 * sizes[i + 1]
-    for (w, b), (v, c) in zip(found.layers, rule.network(), strict=True):
-        torch.testing.assert_close(w, v)
-        torch.testing.assert_close(b, c)
+    torch.testing.assert_close(rule.network(), found.layers)
 
 
 def test_clients_start_from_neurons_they_have_used(fit, data):
     rule = StreamingPFNM(**MATCHED, fresh=2, noise=0.0, seed=1)
-    fit(
-        module(),
-        FederatedLoop(rule, Schedule(num_steps=5), client_fraction=0.5),
-        data(stream_steps=3),
-        rounds=2,
-    )
+    fit(module(), federation(rule, client_fraction=0.5), data(stream_steps=3), rounds=2)
     (w, b), (v, _) = rule.network()
     rule.load_client_network()
     starts = rule.models_for(torch.arange(4))
@@ -93,7 +85,7 @@ def test_popular_neurons_are_drawn_more_often():
 
 def test_noise_and_narrow_clients(fit, data):
     rule = StreamingPFNM(**MATCHED, noise=0.05, widths=[8, 3], seed=1)
-    fit(module(), FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), data(), rounds=2)
+    fit(module(), federation(rule), data(), rounds=2)
     rule.load_client_network()
     starts = rule.models_for(torch.arange(2))
     narrow = starts[1, :48].view(8, 6)
@@ -112,9 +104,8 @@ def test_the_search_is_made_once(fit, data):
     assert "train_accuracy" in first
     for row in loop.rows[1:]:
         assert "train_accuracy" not in row
-        assert [row[n] for n in ("gamma", "client_variance", "prior_variance")] == [
-            first[n] for n in ("gamma", "client_variance", "prior_variance")
-        ]
+        for name in ("gamma", "client_variance", "prior_variance"):
+            assert row[name] == first[name]
 
 
 def test_networks_that_go_on_alone(fit, data):

@@ -5,21 +5,19 @@ import torch
 
 from lightning_fl.aggregators import AFL, FedAvg, PowerOfChoice
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.contracts.context import Federation
 from lightning_fl.policies import Schedule
 from lightning_fl.samplers import HighLossSampler, WeightedSampler
-from lightning_fl.types import Cohort, FederationError
+from lightning_fl.types import FederationError
+from rounds import of
 from two_classes import samples
-from written_plainly import Lost, Noted, loss_and_gradient, module, samples_of, vector
+from written_plainly import Lost, Noted, module, of_all_samples, vector
 
 SIZES = torch.tensor([5.0, 1.0, 2.0, 8.0, 4.0, 4.0])
 
 
 def drawn(losses, candidates, count=2, round=0):
-    rule, sampler = PowerOfChoice(), HighLossSampler(candidates)
-    federation = Federation(len(SIZES), Cohort(count, len(SIZES)), aggregator=rule)
-    rule.setup(federation)
-    sampler.setup(federation)
+    rule, sampler = of(len(SIZES), PowerOfChoice(), count), HighLossSampler(candidates)
+    of(len(SIZES), sampler, count, aggregator=rule)
     if losses is not None:
         rule.losses = torch.tensor(losses, dtype=torch.float64)
     return sampler.sample(round, count, SIZES, torch.Generator().manual_seed(round)).tolist()
@@ -50,7 +48,7 @@ def test_the_rule_notes_the_losses_of_the_received_model(fit):
     for model, clients in zip(models, loop.batches, strict=False):
         for client in clients:
             if client != 0:
-                expected[client] = loss_and_gradient(model, *samples_of(data, client))[0]
+                expected[client] = of_all_samples(model, data, client)[0]
     for client, loss in enumerate(rule.losses):
         torch.testing.assert_close(loss, expected.get(client, torch.tensor(torch.inf)).double())
 

@@ -7,9 +7,10 @@ from lightning_fl.aggregators import QFedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import FederationError
+from rounds import aggregate, sent
 from two_classes import samples
-from written_plainly import Lost, Noted, Uneven, loss_and_gradient, module, samples_of, vector
+from written_plainly import Lost, Noted, Uneven, close, module, of_all_samples, trained, vector
 
 
 def plainly(loop, data, q, rate):
@@ -18,11 +19,9 @@ def plainly(loop, data, q, rate):
     for t, batches in enumerate(loop.batches):
         total, curvature, losses = 0, 0, []
         for k, steps in batches.items():
-            eta, y = rate(k, t), x.clone()
-            for batch in steps:
-                y = y - eta * loss_and_gradient(y, *batch)[1]
-            loss = loss_and_gradient(x, *samples_of(data, k))[0]
-            dw = (x - y) / eta
+            eta = rate(k, t)
+            loss = of_all_samples(x, data, k)[0]
+            dw = (x - trained(x, steps, lr=eta)) / eta
             total = total + loss**q * dw
             curvature += q * loss ** (q - 1) * dw.square().sum() + loss**q / eta
             losses.append(float(loss))
@@ -45,7 +44,7 @@ def test_rounds_are_the_algorithm_with_partial_participation(fit, q, policy, rat
     loop = Noted(rule, policy, seed=1, clients_per_round=3)
     fit(module(), loop, data, rounds=4)
     models, losses = plainly(loop, data, q, rate)
-    torch.testing.assert_close(loop.models, models, rtol=0, atol=1e-12)
+    close(loop.models, models)
     for row, each in zip(loop.rows, losses, strict=True):
         mean = sum(each) / len(each)
         variance = sum((f - mean) ** 2 for f in each) / len(each)
@@ -53,16 +52,10 @@ def test_rounds_are_the_algorithm_with_partial_participation(fit, q, policy, rat
         assert found == pytest.approx([mean, variance, max(each)], abs=1e-12)
 
 
-def aggregated(rule, losses, delta=((1.0, 2.0), (3.0, -1.0)), lr=(0.5, 0.25)):
-    delta = torch.tensor(delta, dtype=torch.float64)
-    rule.start(torch.zeros_like(delta[0]))
-    rule.update(
-        ClientUpdate(
-            torch.arange(2), delta, torch.ones(2), lr=torch.tensor(lr),
-            extras={"loss_before": torch.tensor(losses, dtype=torch.float64)},
-        )
-    )  # fmt: skip
-    return rule.compute()
+def aggregated(rule, losses, lr=(0.5, 0.25)):
+    delta = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64)
+    extras = {"loss_before": torch.tensor(losses, dtype=torch.float64)}
+    return aggregate(rule, 0 * delta[0], sent(delta, lr=torch.tensor(lr), extras=extras))
 
 
 def test_large_powers_are_finite_or_refused():
@@ -101,7 +94,7 @@ def test_dropped_clients_have_no_part(fit):
         found.append((vector(made), loop.rows[0].get("loss_max")))
     start, data = vector(module()), samples()
     data.setup("fit")
-    loss = float(loss_and_gradient(start, *samples_of(data, 2))[0])
+    loss = float(of_all_samples(start, data, 2)[0])
     assert found[0][1] == pytest.approx(loss, abs=1e-12)
     assert not torch.equal(found[0][0], start)
     assert torch.equal(found[1][0], start)

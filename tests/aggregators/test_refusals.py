@@ -1,30 +1,19 @@
 """What rules refuse: use outside of a loop, local training, modules, stages of ``Staged``."""
 
+# ruff: noqa: F403, F405
+
 from functools import partial
 
 import pytest
 import torch
 
 from lightning_fl import ClientModule
-from lightning_fl.aggregators import (
-    AFL,
-    PFNM,
-    DPFedAvg,
-    FedAvg,
-    FedBuff,
-    FedControl,
-    FedCostWAvg,
-    FedDyn,
-    FedNova,
-    Gossip,
-    QFedAvg,
-    Scaffold,
-    Staged,
-)
+from lightning_fl.aggregators import *
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.contracts.context import Federation
 from lightning_fl.objectives import Proximal
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import FederationError
+from mlp import MATCHED
+from rounds import aggregate, of, sent
 from two_classes import samples
 
 
@@ -44,24 +33,20 @@ from two_classes import samples
     ],
 )
 def test_rule_outside_of_a_loop_says_what_it_needs(make, extras, words):
-    def aggregate(rule):
+    def train(rule):
         rule.start(torch.zeros(2))
-        clients = torch.tensor([0])
-        rule.models_for(clients)
-        rule.update(ClientUpdate(clients, torch.ones(1, 2), torch.ones(1), extras=extras))
+        rule.models_for(torch.tensor([0]))
+        rule.update(sent(torch.ones(1, 2), extras=extras))
         rule.compute()
 
     with pytest.raises(FederationError, match=words):
-        aggregate(make())
+        train(make())
 
 
 def test_average_over_all_clients_needs_their_samples():
-    rule = FedAvg(normalization="all")
-    rule.setup(Federation(2, Cohort(2, 2)))
-    rule.start(torch.zeros(1))
-    rule.update(ClientUpdate(torch.tensor([0]), torch.ones(1, 1), torch.tensor([1])))
+    rule = of(2, FedAvg(normalization="all"))
     with pytest.raises(FederationError, match="number of samples of all clients"):
-        rule.compute()
+        aggregate(rule, torch.zeros(1), sent([[1.0]]))
 
 
 def test_weights_that_sum_to_more_than_1_are_refused():
@@ -76,6 +61,7 @@ CLIPPED = {"gradient_clip_val": 1.0}
 @pytest.mark.parametrize(
     ("rule", "optimizer", "options", "words"),
     [
+        (FedCM, MOMENTUM, {}, "momentum=0"),
         (FedNova, partial(MOMENTUM, nesterov=True), {}, r"SGD\(nesterov=...\): leave it out"),
         (FedNova, MOMENTUM, {"terms": [Proximal(0.1)]}, "momentum and SGD with a proximal term"),
         (FedNova, MOMENTUM, {"optimizer_state": "keep"}, "set optimizer_state='reset'"),
@@ -123,12 +109,7 @@ def test_module_without_losses_is_refused(fit, foreign, make):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        partial(AFL, mode="sampling"),
-        DPFedAvg,
-        FedBuff,
-        partial(PFNM, gamma=1.0, client_variance=0.5, prior_variance=5.0),
-    ],
+    [partial(AFL, mode="sampling"), DPFedAvg, FedBuff, partial(PFNM, **MATCHED)],
 )
 def test_rule_that_cannot_be_a_stage_is_refused(fit, make):
     stage = make()

@@ -15,29 +15,21 @@ from lightning_fl.aggregators import (
     TrimmedMean,
 )
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.contracts.context import Federation
-from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.functional.robust import (
     coordinate_median,
     geometric_median,
     krum_scores,
     trimmed_mean,
 )
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import FederationError
+from rounds import aggregate, of, sent, with_buffers
 
 
 def problem(k=7, p=5, seed=0):
     random = torch.Generator().manual_seed(seed)
     server = torch.randn(p, generator=random, dtype=torch.float64)
     delta = torch.randn(k, p, generator=random, dtype=torch.float64)
-    samples = torch.randint(1, 30, (k,), generator=random)
-    return server, ClientUpdate(torch.arange(k), delta, samples)
-
-
-def after(rule, server, update):
-    rule.start(server)
-    rule.update(update)
-    return rule.compute()
+    return server, sent(delta, torch.randint(1, 30, (k,), generator=random))
 
 
 def multi_krum(delta, f, m):
@@ -65,7 +57,7 @@ def clipped(delta, max_norm):
 def test_the_server_moves_by_the_centre(rule, center):
     server, update = problem()
     expected = server + center(update.delta, update.num_samples)
-    torch.testing.assert_close(after(rule, server, update), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(aggregate(rule, server, update), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_part_of_clients_is_counted_exactly():
@@ -73,25 +65,20 @@ def test_a_part_of_clients_is_counted_exactly():
     rule = TrimmedMean(0.29)
     server, update = problem(100, 2)
     expected = server + trimmed_mean(update.delta, 29)
-    torch.testing.assert_close(after(rule, server, update), expected)
+    torch.testing.assert_close(aggregate(rule, server, update), expected)
 
 
 def test_clipping_says_how_many_and_leaves_buffers():
-    rule = NormClipping(1.0)
-    rule.setup(Federation(9, Cohort(9, 9), VectorLayout({"w": torch.Size([1])}, 1)))
-    update = ClientUpdate(
-        torch.arange(2), torch.tensor([[4.0, 50.0], [0.5, 10.0]]), torch.tensor([1, 1])
-    )
-    assert after(rule, torch.zeros(2), update).tolist() == [0.75, 30.0]
+    rule, update = NormClipping(1.0), sent([[4.0, 50.0], [0.5, 10.0]])
+    of(9, rule, layout=with_buffers(1))
+    assert aggregate(rule, torch.zeros(2), update).tolist() == [0.75, 30.0]
     assert rule.metrics() == {"clipped": 0.5}
 
 
 def test_krum_does_not_look_at_buffers():
-    rule = Krum(0)
-    rule.setup(Federation(9, Cohort(9, 9), VectorLayout({"w": torch.Size([1])}, 1)))
-    delta = torch.tensor([[0.0, 9.0], [0.1, -9.0], [5.0, 0.0]])
-    found = after(rule, torch.zeros(2), ClientUpdate(torch.arange(3), delta, torch.ones(3)))
-    assert found.tolist() == [0.0, 9.0]
+    rule, update = Krum(0), sent([[0.0, 9.0], [0.1, -9.0], [5.0, 0.0]])
+    of(9, rule, layout=with_buffers(1))
+    assert aggregate(rule, torch.zeros(2), update).tolist() == [0.0, 9.0]
 
 
 def test_too_few_clients(fit, data):

@@ -1,5 +1,7 @@
 """SecureAggregation: FedAvg up to rounding, what reaches a rule, noise of clients, refusals."""
 
+# ruff: noqa: F403, F405
+
 import math
 
 import pytest
@@ -8,19 +10,7 @@ from scipy import stats
 from torch import nn
 
 from lightning_fl import ClientModule, aggregators
-from lightning_fl.aggregators import (
-    DPFedAvg,
-    FedAvg,
-    FedCM,
-    FedDyn,
-    FedExP,
-    FedNova,
-    FedYogi,
-    NormClipping,
-    Scaffold,
-    SecureAggregation,
-    Staged,
-)
+from lightning_fl.aggregators import *
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.context import Federation
 from lightning_fl.functional.fixed_point import FixedPointSum
@@ -28,9 +18,10 @@ from lightning_fl.functional.privacy import epsilon
 from lightning_fl.policies import Schedule
 from lightning_fl.samplers import PoissonSampler
 from lightning_fl.transforms import TopK
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import Cohort, FederationError
+from rounds import aggregate, sent
 from two_classes import samples
-from written_plainly import Lost, module, vector
+from written_plainly import Lost, close, module, vector
 
 SAMPLES = torch.tensor([3, 8, 5, 4])
 FOUR = Federation(4, Cohort(4, 4), num_samples=SAMPLES)
@@ -48,7 +39,7 @@ def updates(size=7, scale=0.3):
     control = 0.1 * torch.randn(4, size, generator=drawn, dtype=torch.float64)
     steps, lr = torch.tensor([1, 2, 3, 4]), torch.full((4,), 0.1, dtype=torch.float64)
     extras = {"control_change": control}
-    return ClientUpdate(torch.arange(4), delta, SAMPLES, steps, lr, extras)
+    return sent(delta, SAMPLES, num_steps=steps, lr=lr, extras=extras)
 
 
 def result(rule):
@@ -63,7 +54,7 @@ def test_a_round_by_hand():
     two = Federation(2, Cohort(2, 2), num_samples=torch.tensor([3, 1]))
     started(rule, 2, two)
     rows = torch.tensor([[0.5, -2.0], [0.25, 1.0]], dtype=torch.float64)
-    rule.update(ClientUpdate(torch.arange(2), rows, torch.tensor([3, 1])))
+    rule.update(sent(rows, [3, 1]))
     # 1.5 is 7.5 steps, half to even 8; 0.25 is 1.25 steps, so 1; -3 is -15, and 1 is 5 steps.
     assert rule.compute().tolist() == pytest.approx([(8 + 1) * 0.2 / 4, (-15 + 5) * 0.2 / 4])
     exact = [1.5, -3.0, 0.25, 1.0]
@@ -102,7 +93,7 @@ def test_rules_of_sums_are_themselves_up_to_rounding(make):
     """With 53 bits, of all that they add."""
     secure = started(SecureAggregation(make(), clip=20.0, bits=53, max_weight=100.0))
     found, expected = result(secure), result(started(make()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    close(found, expected, atol=1e-9)
     plain = started(make())
     result(plain)
     learned = {name: value for name, value in secure.metrics().items() if "secure" not in name}
@@ -119,7 +110,7 @@ def test_a_rule_learns_the_sum_alone():
     models = []
     for rows in (numbers, moved):
         started(rule, 2)
-        rule.update(ClientUpdate(torch.arange(4), rows * step, SAMPLES))
+        rule.update(sent(rows * step, SAMPLES))
         models.append(rule.compute())
     assert torch.equal(*models)
 
@@ -131,7 +122,7 @@ def test_noise_of_clients_adds_up_to_that_of_the_server():
     size, zero = 100_000, torch.zeros(4, 100_000, dtype=torch.float64)
     rule = DPFedAvg(1.5, clip_norm=0.2, noise_by="clients")
     secure = started(SecureAggregation(rule, clip=2.0), size)
-    secure.update(ClientUpdate(torch.arange(4), zero, SAMPLES))
+    secure.update(sent(zero, SAMPLES))
     noise, deviation = secure.compute(), 1.5 * 0.2 / 4
     assert secure.metrics()["noise"] == pytest.approx(deviation)
     assert stats.kstest(noise.numpy() / deviation, "norm").pvalue > 0.001
@@ -142,9 +133,8 @@ def test_noise_of_clients_depends_on_round_and_client():
     rule = started(DPFedAvg(1.0, noise_by="clients"), 1000)
 
     def noise_of(client):
-        rule.start(torch.zeros(1000, dtype=torch.float64))
-        rule.update(ClientUpdate(torch.tensor([client]), torch.zeros(1, 1000), torch.ones(1)))
-        return rule.compute()
+        update = sent(torch.zeros(1, 1000), ids=[client])
+        return aggregate(rule, torch.zeros(1000, dtype=torch.float64), update)
 
     rule.round.fill_(5)
     first, second = noise_of(0), noise_of(0)  # of rounds 5 and 6
@@ -192,7 +182,7 @@ def test_a_run_is_that_of_fedavg_and_the_table_has_the_bits(fit):
         fit(made, loop, samples(), rounds=3, callbacks=[Lost(2)])
         models.append(vector(made))
         rows.append(loop.rows)
-    torch.testing.assert_close(*models, rtol=0, atol=1e-9)
+    close(*models, atol=1e-9)
     for plain, secure in zip(*rows, strict=True):
         assert secure["secure_bits"] == 40
         assert secure["secure_clipped"] == 0

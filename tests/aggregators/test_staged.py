@@ -14,16 +14,14 @@ from lightning_fl.aggregators import (
     Staged,
 )
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.contracts.context import Federation
 from lightning_fl.policies import Schedule, StagedPolicy
-from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from lightning_fl.types import FederationError
+from rounds import aggregate, of, sent
 
 
 def rounds(rule, deltas, server):
     for delta in deltas:
-        rule.start(server)
-        rule.update(ClientUpdate(torch.arange(4), delta, torch.tensor([1, 2, 3, 4])))
-        server = rule.compute()
+        server = aggregate(rule, server, sent(delta, [1, 2, 3, 4]))
     return server
 
 
@@ -42,8 +40,7 @@ def test_stages_are_the_rules_one_after_another():
 def test_models_of_clients_begin_with_what_the_stage_before_has_left():
     random = torch.Generator().manual_seed(0)
     deltas = torch.randn(3, 4, 3, generator=random, dtype=torch.float64)
-    rule = Staged([2], [FedAvg(), Gossip("ring")])
-    rule.setup(Federation(4, Cohort(4, 4)))
+    rule = of(4, Staged([2], [FedAvg(), Gossip("ring")]))
     server = rounds(rule, deltas[:2], torch.zeros(3, dtype=torch.float64))
     rule.start(server)
     assert torch.equal(rule.models_for(torch.arange(4)), server.expand(4, -1))

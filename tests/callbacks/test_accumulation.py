@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from by_hand import Batches
 from lightning_fl.aggregators import FedAvg, FedNova, Scaffold
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import IID
@@ -32,22 +33,12 @@ def test_the_last_step_of_a_client_updates_it_as_by_hand(fit, linear, regression
     """Three batches, and gradients of two: steps after the second and the third."""
     found = []
     for clients in ([0], [1], [0, 1]):
-        module, loop = (
-            linear(),
-            FederatedLoop(FedAvg(weighting="uniform"), Schedule(num_steps=3), Only(clients)),
-        )
-        batches = []
-        step = module.training_step
-
-        def noted(batch, batch_idx, step=step, batches=batches):
-            batches.append(batch)
-            return step(batch, batch_idx)
-
-        module.training_step = noted
-        fit(module, loop, regression, rounds=1, accumulate_grad_batches=2)
+        module, seen = linear(), Batches()
+        loop = FederatedLoop(FedAvg(weighting="uniform"), Schedule(num_steps=3), Only(clients))
+        fit(module, loop, regression, rounds=1, accumulate_grad_batches=2, callbacks=[seen])
         found.append(flat(module))
         if len(clients) == 1:
-            weight = flat(linear()).requires_grad_()
+            weight, batches = flat(linear()).requires_grad_(), seen.rounds[0][clients[0]]
             for group in (batches[:2], batches[2:]):
                 loss = sum((x @ weight - y).square().mean() / 2 for x, y in group)
                 (gradient,) = torch.autograd.grad(loss, weight)

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl import ClientModule
 from lightning_fl.aggregators import CoordinateMedian, FedAvg, NormClipping
 from lightning_fl.callbacks import (
     Backdoor,
@@ -61,8 +61,8 @@ def test_attacks_by_hand(simulate, kind):
 
 
 @pytest.mark.parametrize("faulty", [ClientAttack([1], "noise"), ClientFaults(blowup=1.0)])
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: VectorizedClients(m, 3, compile=False)])
-def test_what_clients_do_not_send_stays(fit, data, wrap, faulty):
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_what_clients_do_not_send_stays(fit, data, group_size, faulty):
     """Frozen layers, and buffers of the server."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
@@ -77,7 +77,8 @@ def test_what_clients_do_not_send_stays(fit, data, wrap, faulty):
             super().update(clients)
 
     loop = FederatedLoop(Look(), Schedule(num_steps=2), seed=3, buffers="server")
-    fit(wrap(module), loop, data(drop_last=True), rounds=1, callbacks=[faulty])
+    options = {"group_size": group_size, "callbacks": [faulty]}
+    fit(module, loop, data(drop_last=True), rounds=1, **options)
     for name in ("0.weight", "0.bias", "1.running_mean", "1.running_var"):
         assert torch.equal(net.state_dict()[name], before[name]), name
     assert torch.cat(sent).ne(0).sum() == 5 + 5 + 15 + 3
@@ -256,8 +257,6 @@ def test_attack_that_does_not_fit_raises(simulate, trainer, data, blobs, linear,
     numbers = FederatedDataModule(InMemory(x, x[:, 0]), InMemory(x, x[:, 0]), num_clients=2)
     with pytest.raises(FederationError, match="one integer class label per sample"):
         trainer(callbacks=[LabelFlip()]).fit(linear(features=6), numbers)
-    with pytest.raises(FederationError, match="LabelFlip requires a FederatedLoop"):
-        trainer(loop=False, callbacks=[LabelFlip()]).fit(linear(), data())
 
 
 def test_a_backdoor_is_measured_on_batches_of_the_validation_loader(fit, blobs):

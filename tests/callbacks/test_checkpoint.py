@@ -9,7 +9,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_fl.callbacks import AtomicCheckpointIO, FederatedLoop, RoundCheckpoint
+from keeping import keep
+from lightning_fl.callbacks import AtomicCheckpointIO, RoundCheckpoint
 from lightning_fl.files import write_atomically
 from lightning_fl.types import FederationError
 
@@ -95,13 +96,7 @@ def test_the_loop_makes_lightnings_checkpoints_atomic(trainer, foreign, data):
     assert type(runner.strategy.checkpoint_io) is AtomicCheckpointIO
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        Own,
-        lambda: AsyncCheckpointIO(Own()),
-    ],
-)
+@pytest.mark.parametrize("make", [Own, lambda: AsyncCheckpointIO(Own())])
 def test_a_users_own_way_of_writing_checkpoints_is_left_alone(trainer, foreign, data, make):
     own = make()
     runner = trainer(rounds=1, plugins=[own])
@@ -112,8 +107,7 @@ def test_a_users_own_way_of_writing_checkpoints_is_left_alone(trainer, foreign, 
 def test_one_file_holds_the_last_round_and_a_second_run_is_quiet(fit, foreign, tmp_path):
     folder = tmp_path / "checkpoints"
     for rounds in (2, 3):  # warnings are errors here
-        keep = RoundCheckpoint(str(folder))
-        fit(foreign(), rounds=rounds, callbacks=[keep], enable_checkpointing=True)
+        fit(foreign(), rounds=rounds, **keep(folder))
         assert names(folder) == ["last.ckpt"]
         saved = torch.load(folder / "last.ckpt", weights_only=True)
         assert saved["epoch"] == rounds - 1
@@ -131,8 +125,8 @@ def test_the_file_may_have_another_name_and_be_written_less_often(
         save(checkpoint, file)
 
     monkeypatch.setattr(torch, "save", watched)
-    keep = RoundCheckpoint(str(tmp_path / "c"), "often", every_n_rounds=every)
-    fit(foreign(), rounds=3, callbacks=[keep], enable_checkpointing=True)
+    often = RoundCheckpoint(str(tmp_path / "c"), "often", every_n_rounds=every)
+    fit(foreign(), rounds=3, callbacks=[often], enable_checkpointing=True)
     assert names(tmp_path / "c") == ["often.ckpt"]
     assert rounds == saved
 
@@ -156,44 +150,25 @@ def small(data, blobs):
     return lambda: data(blobs(64), val=blobs(12, seed=1))
 
 
-@pytest.fixture(scope="module")
-def uninterrupted():
-    """What a run of six rounds comes to, once for all tests."""
-    return {}
-
-
 @pytest.mark.parametrize(
     ("every", "stop", "rounds"),
-    [
-        (9, [], 4),
-        (9, [Stop(3, 5)], 3),
-        (3, [Stop(4, 0)], 4),
-        (9, [Stop(0, 2)], 0),
-    ],
+    [(9, [], 4), (9, [Stop(3, 5)], 3), (3, [Stop(4, 0)], 4), (9, [Stop(0, 2)], 0)],
     ids=["end", "amid", "third", "first"],
 )
 def test_a_run_that_stops_leaves_a_checkpoint_that_resumes(
-    fit, foreign, small, tmp_path, uninterrupted, every, stop, rounds
+    fit, foreign, small, tmp_path, every, stop, rounds
 ):
-    def keep():
-        return RoundCheckpoint(str(tmp_path), every_n_rounds=every)
-
-    if not uninterrupted:
-        whole = foreign()
-        uninterrupted.update(
-            rows=fit(whole, datamodule=small(), rounds=6).rows, weights=whole.state_dict()
-        )
-    again = foreign(seed=9)
-    first = 6 if stop else rounds
+    whole, again = foreign(), foreign(seed=9)
+    rows = fit(whole, datamodule=small(), rounds=6).rows
     options = {"datamodule": small(), "enable_checkpointing": True}
-    fit(foreign(), rounds=first, callbacks=[keep(), *stop], **options)
-    path = str(tmp_path / "last.ckpt")
+    one, other = (RoundCheckpoint(str(tmp_path), every_n_rounds=every) for _ in "ab")
+    fit(foreign(), rounds=6 if stop else rounds, callbacks=[one, *stop], **options)
+    path = tmp_path / "last.ckpt"
     saved = torch.load(path, weights_only=True)["callbacks"]["FederatedLoop"]
     assert saved["round"] == rounds
-    loop = FederatedLoop(buffers="average")
-    fit(again, loop, rounds=6, callbacks=[keep()], ckpt_path=path, **options)
-    assert loop.rows == uninterrupted["rows"]
-    assert all(torch.equal(a, again.state_dict()[k]) for k, a in uninterrupted["weights"].items())
+    loop = fit(again, rounds=6, callbacks=[other], ckpt_path=path, **options)
+    assert loop.rows == rows
+    assert all(torch.equal(a, again.state_dict()[k]) for k, a in whole.state_dict().items())
 
 
 # --- damage ---------------------------------------------------------------------------------------
@@ -272,19 +247,13 @@ def test_two_runs_do_not_share_a_folder(fit, foreign, tmp_path, where):
         def on_train_epoch_end(self, trainer, module):
             if trainer.current_epoch == 0:
                 root = tmp_path / ("first" if where == "run" else "second")
-                keep = RoundCheckpoint(str(tmp_path / ("c" if where == "checkpoints" else "d")))
+                options = keep(tmp_path / ("c" if where == "checkpoints" else "d"))
                 with pytest.raises(FederationError, match="is in use by another run"):
-                    fit(
-                        foreign(),
-                        callbacks=[keep],
-                        enable_checkpointing=True,
-                        default_root_dir=str(root),
-                    )
+                    fit(foreign(), default_root_dir=root, **options)
 
-    options = {"enable_checkpointing": True, "default_root_dir": str(tmp_path / "first")}
-    keep = RoundCheckpoint(str(tmp_path / "c"))
-    loop = fit(foreign(), callbacks=[keep, Second()], **options)
+    first = {"default_root_dir": tmp_path / "first"}
+    loop = fit(foreign(), **keep(tmp_path / "c", Second()), **first)
     assert len(loop.rows) == 3
     assert names(tmp_path / "first") == ["rounds.csv"]
     assert names(tmp_path / "c") == ["last.ckpt"]
-    fit(foreign(), callbacks=[RoundCheckpoint(str(tmp_path / "c"))], **options)  # now it is free
+    fit(foreign(), **keep(tmp_path / "c"), **first)  # now it is free

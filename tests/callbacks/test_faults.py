@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import TensorDataset
 
-from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import CoordinateMedian
 from lightning_fl.callbacks import ClientFaults, OnUpdates
 from lightning_fl.datamodules import FederatedDataModule
@@ -41,18 +40,8 @@ def test_a_callback_of_an_earlier_run_starts_anew(simulate):
     assert simulate(faults)[1].rows == simulate(faults)[1].rows
 
 
-def test_a_subclass_says_what_happens(simulate):
-    faults = {(1, 2): "dropout", (2, 0): "nan", (2, 3): "crash", (3, 1): "late"}
-    _, loop = simulate(Written(faults))
-    assert [row["dropped_clients"] for row in loop.rows] == ["2", "0 3", "1"]
-    # Who is lost has no part in the round.
-    assert [row["num_samples"] for row in loop.rows] == [90, 60, 90]
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda module: module, lambda module: VectorizedClients(module, group_size=3)]
-)
-def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, wrap):
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, group_size):
     faults = {(1, 2): "dropout", (1, 0): "nan", (2, 3): "crash", (2, 0): "blowup", (3, 1): "late"}
     logged = []
 
@@ -63,7 +52,7 @@ def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, wra
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        _, loop = simulate(Read(), Written(faults), wrap=wrap, quiet=False)
+        _, loop = simulate(Read(), Written(faults), group_size=group_size, quiet=False)
     messages = [str(w.message) for w in found if "dropped" in str(w.message)]
     first, last = messages
     assert "client 2 (dropped out), client 0 (non-finite values). Non-finite values are in" in first
@@ -71,6 +60,9 @@ def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, wra
     columns = ("dropped", "dropped_out", "crashed", "late", "non_finite")
     table = [[row[name] for name in columns] for row in loop.rows]
     assert table == logged == [[2, 1, 0, 0, 1], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0]]
+    assert [row["dropped_clients"] for row in loop.rows] == ["0 2", "3", "1"]
+    # Who is lost has no part in the round.
+    assert [row["num_samples"] for row in loop.rows] == [60, 90, 90]
 
 
 def test_dropped_clients_are_named_as_their_sites(simulate):

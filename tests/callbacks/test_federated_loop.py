@@ -11,17 +11,13 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    LambdaCallback,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from by_hand import Batches
+from by_hand import Batches, simulate
+from keeping import keep, resume
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAdam, FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
@@ -31,13 +27,8 @@ from lightning_fl.objectives import Proximal, RepresentationMatching
 from lightning_fl.partition import IID, QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, HyperparameterPolicy, Schedule
 from lightning_fl.types import FederationError
+from linear import regression
 from only import Only
-
-
-def regression(n=60, features=3):
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(n, features, generator=random, dtype=torch.float64)
-    return TensorDataset(x, x.sum(1) + torch.randn(n, generator=random, dtype=torch.float64))
 
 
 class PerClient(HyperparameterPolicy):
@@ -64,46 +55,28 @@ def same(a, b):
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("partition", [IID(), QuantitySkew(alpha=1.0)])
-def test_full_batch_steps_are_fedavg_by_hand(fit, linear, fraction, partition):
-    data, module = full_batches(6, partition=partition), linear()
-    weights = module.net.weight.detach().clone()[0]
-    loop = FederatedLoop(client_fraction=fraction, policy=Schedule(lr=0.05, num_steps=1), seed=3)
-    fit(module, loop, data, rounds=4)
-    x, y = data.train.tensors
-    for t in range(4):
-        order = torch.randperm(6, generator=generator(3, RandomStream.COHORT, t))
-        cohort = order[: round(fraction * 6)]
-        n = data.num_samples[cohort].double()
-        local = []
-        for client in cohort:
-            xs, ys = x[data.parts[client]], y[data.parts[client]]
-            gradient = 2 * xs.T @ (xs @ weights - ys) / len(ys)
-            local.append(weights - 0.05 * gradient)
-        weights = (n[:, None] * torch.stack(local)).sum(0) / n.sum()
-    torch.testing.assert_close(module.net.weight.detach()[0], weights, atol=1e-12, rtol=0)
-
-
-def test_local_sgd_with_momentum_over_several_steps_is_fedavg_by_hand(fit, linear, data):
-    module = linear(lr=0.3)
+def test_local_sgd_with_momentum_over_several_steps_is_fedavg_by_hand(
+    fit, linear, fraction, partition
+):
+    module, data, seen = linear(), full_batches(6, batch_size=4, partition=partition), Batches()
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
-    start, federated, seen = copy.deepcopy(module), full_batches(3, 40, 4), Batches()
-    loop = FederatedLoop(policy=PerClient(), seed=1)
-    fit(module, loop, federated, rounds=3, callbacks=[seen])
-    server = start.net.weight.detach().clone()
-    for t, of_round in enumerate(seen.rounds):
-        total = torch.zeros_like(server)
-        for client, batches in of_round.items():
-            local = copy.deepcopy(start)
-            local.net.weight.data.copy_(server)
-            optimizer = torch.optim.SGD(local.parameters(), lr=0.01 * (1 + client), momentum=0.9)
-            assert len(batches) == 1 + client % 3 + t % 2
-            for x, y in batches:
-                optimizer.zero_grad()
-                (local.net(x)[:, 0] - y).square().mean().backward()
-                optimizer.step()
-            total += federated.num_samples[client] * local.net.weight.detach()
-        server = total / federated.num_samples.sum()
-    torch.testing.assert_close(module.net.weight.detach(), server, atol=1e-12, rtol=0)
+    start = copy.deepcopy(module.net)
+    loop = FederatedLoop(client_fraction=fraction, policy=PerClient(), seed=3)
+    fit(module, loop, data, rounds=4, callbacks=[seen])
+    for t, cohort in enumerate(seen.rounds):
+        order = torch.randperm(6, generator=generator(3, RandomStream.COHORT, t)).tolist()
+        assert sorted(cohort) == sorted(order[: round(fraction * 6)])
+        assert all(len(cohort[client]) == 1 + client % 3 + t % 2 for client in cohort)
+
+    def train(client, params, buffers, batches):
+        weight, velocity = params["weight"], 0.0
+        for x, y in batches:
+            velocity = 0.9 * velocity + 2 * (x @ weight[0] - y) @ x / len(y)
+            weight = weight - 0.01 * (1 + client) * velocity
+        return {"weight": weight}, buffers
+
+    expected, _ = simulate(start, seen.rounds, data.num_samples, train)
+    torch.testing.assert_close(module.net.weight, expected["weight"], atol=1e-12, rtol=0)
 
 
 # --- randomness -----------------------------------------------------------------------------------
@@ -134,86 +107,30 @@ def test_the_global_generators_are_left_as_they_were(fit, foreign):
 # --- learning rates -------------------------------------------------------------------------------
 
 
-class Rates(Callback):
-    """Learning rates inside of a step and outside."""
-
-    def __init__(self):
-        self.inside, self.outside = [], []
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.inside.append([g["lr"] for g in optimizer.param_groups])
-
-    def on_train_batch_start(self, trainer, *args):
-        self.outside.append([g["lr"] for g in trainer.optimizers[0].param_groups])
+def rates(optimizer):
+    return [group["lr"] for group in optimizer.param_groups]
 
 
-def two_groups(module):
+def test_the_policys_lr_is_a_ratio_inside_the_step_only(fit, foreign, data):
+    module, inside, outside = foreign(), [], []
+
     def configure():
         groups = [{"params": [module.net[0].weight]}, {"params": [module.net[0].bias], "lr": 0.4}]
         optimizer = torch.optim.SGD(groups, lr=0.2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
     module.configure_optimizers = configure
-    return module
-
-
-def test_the_policys_lr_is_a_ratio_inside_the_step_only(fit, foreign, data):
-    rates = Rates()
-    policy = Schedule(lr=0.1, num_steps=1, decay=0.1)
-    fit(
-        two_groups(foreign()),
-        FederatedLoop(policy=policy, buffers="average"),
-        data(num_clients=1),
-        rounds=2,
-        callbacks=[rates],
+    look = LambdaCallback(
+        on_before_optimizer_step=lambda trainer, module, optimizer: inside.append(rates(optimizer)),
+        on_train_batch_start=lambda trainer, *_: outside.append(rates(trainer.optimizers[0])),
     )
+    policy = Schedule(lr=0.1, num_steps=1, decay=0.1)
+    loop = FederatedLoop(policy=policy, buffers="average")
+    fit(module, loop, data(num_clients=1), rounds=2, callbacks=[look])
     # Outside the scheduler's values, never the policy's; inside both.
-    assert rates.outside == [[0.2, 0.4], [0.1, 0.2]]
+    assert outside == [[0.2, 0.4], [0.1, 0.2]]
     expected = torch.tensor([[0.1, 0.2], [0.1 * 0.1 * 0.5, 0.2 * 0.1 * 0.5]])
-    torch.testing.assert_close(torch.tensor(rates.inside), expected)
-
-
-@pytest.fixture
-def stepwise(foreign):
-    """A module whose scheduler counts steps, and which notes its rates."""
-
-    def make(frequency=1, epochs=False):
-        module = foreign(dropout=0.0, batchnorm=False)
-        module.rates = []
-
-        def configure():
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            halve = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-            config = {"scheduler": halve, "interval": "step", "frequency": frequency}
-            rest = [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if epochs else []
-            return [optimizer], [config, *rest]
-
-        module.configure_optimizers = configure
-        module.on_before_optimizer_step = lambda optimizer: module.rates.append(
-            optimizer.param_groups[0]["lr"]
-        )
-        return module
-
-    return make
-
-
-def test_a_scheduler_of_steps_starts_every_client_where_the_round_starts(fit, stepwise):
-    """The next round goes on from the client that made most steps."""
-    module = stepwise()
-    fit(module, FederatedLoop(policy=PerClient(), buffers="average"), rounds=2)
-    expected = [
-        0.01 * (1 + client) * 0.5 ** ((done + i) // 2)
-        for done, steps in ((0, (1, 2, 3, 1)), (3, (2, 3, 4, 2)))
-        for client, n in enumerate(steps)
-        for i in range(n)
-    ]
-    assert module.rates == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("options", [{"frequency": 2}, {"epochs": True}])
-def test_schedulers_of_steps_that_would_depend_on_the_order_are_refused(fit, stepwise, options):
-    with pytest.raises(FederationError, match="set frequency=1, do not combine"):
-        fit(stepwise(**options))
+    torch.testing.assert_close(torch.tensor(inside), expected)
 
 
 def test_without_an_lr_the_decay_works_on_the_modules_own(fit, linear):
@@ -332,11 +249,10 @@ class Loud(Proximal):
 @pytest.mark.parametrize("group_size", [None, 2])
 def test_warning_names_the_first_loss_that_is_not_finite(fit, data, blobs, group_size):
     def warning(module, federated):
-        wrapped = VectorizedClients(module, group_size, compile=False) if group_size else module
         loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=5))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fit(wrapped, loop, federated)
+            fit(module, loop, federated, group_size=group_size)
         return next(str(w.message) for w in caught if "round 1: dropped" in str(w.message))
 
     def sgd(params):
@@ -473,21 +389,6 @@ def test_other_buffers_that_clients_change_ask_for_a_choice(fit, linear, buffers
         fit(module, FederatedLoop(buffers=buffers), full_batches(), rounds=2)
 
 
-@pytest.mark.parametrize("state", ["reset", "keep"])
-def test_optimiser_state_belongs_to_the_client(fit, linear, state):
-    """Momentum with zero gradients after the first round shows whether it was kept."""
-    module = linear(features=1)
-    module.net.weight.data.fill_(1.0)
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
-    module.training_step = lambda batch, batch_idx: (
-        module.net.weight.sum() * (1.0 if module.current_epoch == 0 else 0.0)
-    )
-    data = full_batches(n=8, features=1)
-    fit(module, FederatedLoop(optimizer_state=state), data, rounds=2)
-    kept = 0.1 * 0.5 if state == "keep" else 0.0
-    assert module.net.weight.item() == pytest.approx(1 - 0.1 - kept)
-
-
 @pytest.mark.parametrize("wrap", [lambda module: module, VectorizedClients])
 def test_parameters_and_buffers_of_any_type_and_layout_survive(fit, linear, wrap):
     module = linear()
@@ -531,15 +432,11 @@ def test_a_stop_in_mid_round_leaves_the_server_model(fit, foreign, caplog):
 
 @pytest.mark.parametrize(("group_size", "step"), [(None, 22), (2, 11)])
 def test_an_exception_in_mid_round_leaves_the_server_model(fit, foreign, group_size, step):
-    def run(module, *callbacks, rounds):
-        wrapped = VectorizedClients(module, group_size, compile=False) if group_size else module
-        fit(wrapped, rounds=rounds, callbacks=callbacks)
-
     whole, broken = foreign(), foreign()
-    run(whole, rounds=1)
+    fit(whole, rounds=1, group_size=group_size)
     before = torch.get_rng_state()
     with pytest.raises(ZeroDivisionError):
-        run(broken, StopAt(step, ZeroDivisionError()), rounds=3)
+        fit(broken, group_size=group_size, callbacks=[StopAt(step, ZeroDivisionError())])
     assert same(whole.state_dict(), broken.state_dict())
     assert torch.equal(before, torch.get_rng_state())
 
@@ -582,13 +479,19 @@ def test_a_loop_and_a_rule_whose_first_round_was_aggregated_are_refused(trainer,
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_fit_leaves_no_option_and_no_hook_of_its_own(trainer, foreign, data, tmp_path, fails):
-    keep = ModelCheckpoint(tmp_path)
+    module, federated, keep = foreign(), data(), ModelCheckpoint(tmp_path)
+    own = module.on_train_batch_end = lambda *args: None
+    before = set(vars(module))
     callbacks = [keep, StopAt(5, ZeroDivisionError())] if fails else [keep]
     made = trainer(rounds=1, callbacks=callbacks, enable_checkpointing=True)
-    federated = data()
+    kind, run = type(made), made.fit_loop.epoch_loop.automatic_optimization.run
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-        made.fit(foreign(), datamodule=federated)
+        made.fit(module, datamodule=federated)
+    assert vars(module)["on_train_batch_end"] is own
+    assert set(vars(module)) - before <= {"_hparams"}  # Lightning's own
     assert federated.plan is None
+    assert type(made) is kind
+    assert made.fit_loop.epoch_loop.automatic_optimization.run == run
     assert made.reload_dataloaders_every_n_epochs == 0
     assert "on_train_epoch_end" not in vars(keep)
     assert "on_epoch_end" not in vars(made._logger_connector)
@@ -602,16 +505,6 @@ def test_skipping_the_rest_of_an_epoch_is_an_error(fit, foreign):
 
 
 # --- resume ---------------------------------------------------------------------------------------
-
-
-def keep(folder):
-    """Options of a fit that leaves a checkpoint of its last round in a folder."""
-    return {"callbacks": [RoundCheckpoint(str(folder))], "enable_checkpointing": True}
-
-
-def resume(folder):
-    """Options of a fit that goes on with it."""
-    return keep(folder) | {"ckpt_path": folder / "last.ckpt"}
 
 
 def test_a_checkpoint_does_not_grow_with_clients(fit, linear, tmp_path):
@@ -707,21 +600,18 @@ class Listening(HyperparameterPolicy):
         self.heard.append(feedback)
 
 
-def test_a_policy_hears_the_validation_loss_before_and_after_each_round(fit, foreign):
-    policy = Listening()
-    loop = fit(foreign(), FederatedLoop(policy=policy, buffers="average"), rounds=3)
-    losses = [row["val_loss"] for row in loop.rows]
-    assert [feedback.val_loss for feedback in policy.heard] == losses
-    before = [feedback.val_loss_before for feedback in policy.heard]
-    assert before[1:] == losses[:-1]
-    assert before[0] is not None
-
-
-def test_a_stale_loss_is_no_reward(fit, foreign):
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_policy_hears_the_loss_before_a_round_and_after_if_it_is_validated(fit, foreign, every):
+    """A stale loss is no reward."""
     policy = Listening()
     loop = FederatedLoop(policy=policy, buffers="average")
-    fit(foreign(), loop, rounds=4, check_val_every_n_epoch=2)
-    assert [each.val_loss is None for each in policy.heard] == [True, False, True, False]
+    fit(foreign(), loop, rounds=4, check_val_every_n_epoch=every)
+    losses = [row.get("val_loss") for row in loop.rows]
+    assert [loss is None for loss in losses] == [every == 2, False] * 2
+    assert [feedback.val_loss for feedback in policy.heard] == losses
+    before = [feedback.val_loss_before for feedback in policy.heard]
+    assert every == 2 or before[1:] == losses[:-1]
+    assert before[0] is not None
 
 
 def test_a_policy_without_its_loss_says_so_at_the_start(fit, foreign):
@@ -919,25 +809,6 @@ def test_figures_of_a_policy_that_learns_are_in_the_table(fit, linear):
     assert policy.mean.any()
 
 
-def test_clients_report_the_loss_of_what_they_start_from(fit, linear):
-    """By hand: the server's model on each client's first batch, in every round."""
-    started, batches, policy = [], {}, Listening("client_losses")
-
-    class Watching(L.Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            step = loop.plan().schedule[batch_idx]
-            if step.first:
-                batches[loop.round, step.rows[0]] = batch
-                started.append(module.net.weight.detach().clone())
-
-    loop = FederatedLoop(policy=policy, seed=0)
-    fit(linear(), loop, full_batches(4, 40, 8), rounds=2, callbacks=[Watching()])
-    assert len(policy.heard) == 2
-    for (round, row), (x, y), weight in zip(batches, batches.values(), started, strict=True):
-        expected = ((x @ weight[0] - y) ** 2).mean()
-        torch.testing.assert_close(policy.heard[round].losses[row], expected, atol=1e-12, rtol=0)
-
-
 def test_the_runs_seed_is_the_policys(fit, foreign):
     def rates(seed, own=None):
         policy = DiscreteGaussianReinforce({"lr": [0.01 * i for i in range(1, 9)]}, seed=own)
@@ -974,8 +845,8 @@ def test_a_step_may_return_what_its_clients_report(fit, linear, group_size, task
             return {"loss": loss, "task_loss": task_loss(loss), "each": batch[1]}
 
     module.__class__ = Reporting
-    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
-    fit(user, FederatedLoop(policy=policy, seed=0), full_batches(4, 40, 8), rounds=1)
+    loop = FederatedLoop(policy=policy, seed=0)
+    fit(module, loop, full_batches(4, 40, 8), rounds=1, group_size=group_size)
     heard = policy.heard[0].losses.tolist()
     assert len(heard) == 4
     assert (heard == [5.0] * 4) == (task_loss(torch.ones(())) is not None)

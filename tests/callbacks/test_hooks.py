@@ -8,14 +8,10 @@ from contextlib import nullcontext
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
-from torch.optim.lr_scheduler import (
-    LambdaLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
 
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import PFNM, FedAvg
@@ -30,31 +26,14 @@ from lightning_fl.policies import (
     StagedPolicy,
     Stragglers,
 )
-from lightning_fl.runners import Phase, VectorizedClients
+from lightning_fl.runners import Phase
 from lightning_fl.samplers import PoissonSampler
 from lightning_fl.transforms import Quantize, TopK
 from lightning_fl.types import FederationError
-from linear import Linear
+from linear import Linear, regression
 from recorded import CALLBACK_HOOKS, MODULE_HOOKS, recorded, steps_by_lightning
 
-
-def regression(n=24, features=3):
-    random = torch.Generator().manual_seed(7)
-    x = torch.randn(n, features, generator=random, dtype=torch.float64)
-    return TensorDataset(x, x.sum(1) + torch.randn(n, generator=random, dtype=torch.float64))
-
-
 # --- the order of hooks ---------------------------------------------------------------------------
-
-
-class Shrink(L.Callback):
-    """Writes to the parameters at the start of a round and after each batch."""
-
-    def on_train_epoch_start(self, trainer, module):
-        shrink(module)
-
-    def on_train_batch_end(self, trainer, module, *args):
-        clip(module)
 
 
 def shrink(module):
@@ -88,8 +67,13 @@ def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, wh
         module.on_train_epoch_start = lambda: shrink(module)
         module.on_train_batch_end = lambda *args: clip(module)
     else:
-        callbacks = [Shrink()]
-    look = L.pytorch.callbacks.LambdaCallback(
+        callbacks = [
+            LambdaCallback(
+                on_train_epoch_start=lambda trainer, module: shrink(module),
+                on_train_batch_end=lambda trainer, module, *_: clip(module),
+            )
+        ]
+    look = LambdaCallback(
         on_validation_start=lambda *_: seen.append(module.net.weight.detach().clone()[0])
     )
     start = module.net.weight.detach().clone()[0]
@@ -100,34 +84,16 @@ def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, wh
 
 def test_a_client_starts_after_all_hooks_with_its_own_random_numbers(fit, linear, data):
     """What hooks of the round's start draw does not reach the first client."""
-    drawn = {}
 
-    def run(draws):
-        module, key = linear(), draws
-        drawn[key] = []
-        module.on_train_epoch_start = lambda: torch.rand(draws)
+    def drawn(count):
+        module, found = linear(), []
         step = module.training_step
-        module.training_step = lambda batch, batch_idx: (
-            drawn[key].append(torch.rand(3).tolist()) or step(batch, batch_idx)
-        )
+        module.on_train_epoch_start = lambda: torch.rand(count)
+        module.training_step = lambda *batch: found.append(torch.rand(3).tolist()) or step(*batch)
         fit(module, FederatedLoop(seed=3), data(regression(), val=regression(9)), rounds=2)
+        return found
 
-    run(0)
-    run(5)
-    assert drawn[0] == drawn[5]
-
-
-def test_the_hooks_of_a_module_are_its_own_again_after_a_fit(fit, linear, data, trainer):
-    module = linear()
-    own = module.on_train_batch_end = lambda *args: None
-    before = set(vars(module))
-    runner = trainer(FederatedLoop(), rounds=1)
-    kind, run = type(runner), runner.fit_loop.epoch_loop.automatic_optimization.run
-    runner.fit(module, datamodule=data(regression(), val=regression(9)))
-    assert vars(module)["on_train_batch_end"] is own
-    assert set(vars(module)) - before <= {"_hparams"}  # Lightning's own
-    assert type(runner) is kind
-    assert runner.fit_loop.epoch_loop.automatic_optimization.run == run
+    assert drawn(0) == drawn(5)
 
 
 # --- a client's own steps -------------------------------------------------------------------------
@@ -139,18 +105,6 @@ def linear_decay(optimizer, total):
 
 def one_cycle(optimizer, total):
     return {"scheduler": OneCycleLR(optimizer, 0.05, total_steps=total)}
-
-
-def warm_up(optimizer, total):
-    parts = [
-        LambdaLR(optimizer, lambda step: (step + 1) / 4),
-        LambdaLR(optimizer, lambda step: 1 - step / (total - 3)),
-    ]
-    return {"scheduler": SequentialLR(optimizer, parts, milestones=[3])}
-
-
-def plateau(optimizer, total):
-    return {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "interval": "epoch"}
 
 
 def every_round(optimizer, total):
@@ -176,15 +130,20 @@ def scheduled(foreign):
     return make
 
 
+class Some(PoissonSampler):
+    """Sample two clients in some rounds, and nobody in the others."""
+
+    def __init__(self, *rounds):
+        self.rounds = rounds
+
+    def sample(self, round, count, num_samples, generator):
+        return torch.arange(2 if round in self.rounds else 0)
+
+
 @pytest.mark.filterwarnings("ignore:round 1. 0 of 0 clients", "ignore:the global model was kept")
 def test_a_round_that_samples_nobody_makes_no_scheduler_step(scheduled, fit, data, blobs):
     """The step of its placeholder client is discarded."""
-
-    class Late(PoissonSampler):
-        def sample(self, round, count, num_samples, generator):
-            return torch.arange(2 if round == 2 else 0)
-
-    loop = FederatedLoop(sampler=Late(), clients_per_round=2, policy=Schedule(num_steps=2), seed=0)
+    loop = FederatedLoop(sampler=Some(2), clients_per_round=2, policy=Schedule(num_steps=2), seed=0)
     fit(scheduled(linear_decay), loop, data(blobs(20)), rounds=4)
     assert loop.rows[2]["lr"] == pytest.approx(0.05 * (1 + 7 / 8) / 2)  # of 8 steps
 
@@ -193,10 +152,6 @@ def test_a_round_that_samples_nobody_makes_no_scheduler_step(scheduled, fit, dat
 @pytest.mark.parametrize("group_size", [None, 2])
 def test_a_round_that_samples_nobody_has_no_training_metrics(fit, data, group_size):
     """Those of its placeholder client are of nobody."""
-
-    class Alternating(PoissonSampler):
-        def sample(self, round, count, num_samples, generator):
-            return torch.arange(0 if round == 1 else 2)
 
     class Logging(ClientModule):
         def on_train_epoch_start(self):
@@ -210,10 +165,8 @@ def test_a_round_that_samples_nobody_has_no_training_metrics(fit, data, group_si
             return loss
 
     module = Logging(nn.Linear(6, 3)).double()
-    if group_size is not None:
-        module = VectorizedClients(module, group_size, compile=False)
-    loop = FederatedLoop(sampler=Alternating(), clients_per_round=2, seed=0)
-    fit(module, loop, data(), rounds=3)
+    loop = FederatedLoop(sampler=Some(0, 2), clients_per_round=2, seed=0)
+    fit(module, loop, data(), rounds=3, group_size=group_size)
     names = {"train_loss", "mean", "mean_step", "mean_epoch", "largest", "started"}
     assert [names & row.keys() for row in loop.rows] == [names, {"started"}, names]
 
@@ -307,24 +260,26 @@ RUNS = {
 }
 
 
+def noted(module, found):
+    """A module that notes the stepping batches when its optimizer is configured."""
+    configure = module.configure_optimizers
+    module.configure_optimizers = lambda: (
+        found.append(module.trainer.estimated_stepping_batches) or configure()
+    )
+    return module
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_stepping_batches_are_those_of_the_longest_client(fit, foreign, data, blobs, name):
-    module, found = foreign(batchnorm=False, dropout=0.0), []
-    configure = module.configure_optimizers
-
-    def ask():
-        found.append(module.trainer.estimated_stepping_batches)
-        return configure()
-
-    module.configure_optimizers = ask
+    found = []
     policy, expected = copy.deepcopy(RUNS[name])
     federated = uneven(data, train=blobs(60))
     loop = FederatedLoop(policy=policy, seed=2)
     policy.monitor = "accuracy"
-    look = L.pytorch.callbacks.LambdaCallback(
+    look = LambdaCallback(
         on_train_batch_end=lambda trainer, *_: found.append(trainer.estimated_stepping_batches)
     )
-    fit(module, loop, federated, callbacks=[look])
+    fit(noted(foreign(batchnorm=False, dropout=0.0), found), loop, federated, callbacks=[look])
     longest = int(federated.batches_per_epoch.max())
     assert longest > int(federated.batches_per_epoch.min())
     assert set(found) == {expected(longest)}
@@ -336,16 +291,11 @@ def test_the_stepping_batches_of_a_stream_and_of_a_trial_run(fit, foreign, data,
     found = []
 
     def run(rounds=5, **options):
-        module = foreign(batchnorm=False)
-        configure = module.configure_optimizers
-        module.configure_optimizers = lambda: (
-            found.append(module.trainer.estimated_stepping_batches) or configure()
-        )
         federated = uneven(
             data, train=blobs(100), stream_steps=2, partition=Dirichlet(1, min_size=9)
         )
         loop = FederatedLoop(sampler=PoissonSampler(), seed=2, client_fraction=0.5)
-        fit(module, loop, federated, rounds=rounds, **options)
+        fit(noted(foreign(batchnorm=False), found), loop, federated, rounds=rounds, **options)
         most = []
         for step in range(2):
             federated.advance(step)
@@ -367,75 +317,55 @@ def test_a_learned_amount_of_work_without_a_bound_is_refused(fit, scheduled):
         fit(scheduled(linear_decay), FederatedLoop(policy=Learning()))
 
 
-SCHEDULERS = [linear_decay, one_cycle, warm_up, plateau, every_round]
-
-
-def expected(scheduler, federated):
-    """The rate after three rounds of the longest client alone, without a federation."""
-    federated.setup("fit")
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.05, momentum=0.5)
-    total = 3 * int(federated.batches_per_epoch.max())
-    config = {"interval": "step"} | scheduler(optimizer, total)
-    for _ in range(total if config["interval"] == "step" else 3):
-        optimizer.step()
-        config["scheduler"].step()
-    return optimizer.param_groups[0]["lr"]
-
-
 @pytest.mark.parametrize(
-    "scheduler",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each is not one_cycle)) for each in SCHEDULERS],
+    ("schedule", "message"),
+    [
+        (
+            lambda o: [{"scheduler": StepLR(o, 2), "frequency": 2}],
+            "set frequency=1, do not combine",
+        ),
+        (lambda o: [{"scheduler": StepLR(o, 2)}, StepLR(o, 1)], "set frequency=1, do not combine"),
+        (lambda o: [{"scheduler": ReduceLROnPlateau(o)}], 'set interval="epoch"'),
+    ],
+    ids=["frequency", "epochs", "plateau"],
 )
-def test_a_schedule_ends_with_the_run_whoever_trains(fit, scheduled, data, blobs, scheduler):
-    """Sequentially, and vectorized with several local steps in a batch."""
+def test_schedulers_of_steps_that_would_depend_on_the_order_are_refused(
+    fit, linear, schedule, message
+):
+    module = linear(features=6)
 
-    def run(wrap=lambda m: m):
-        module, lrs = scheduled(scheduler), []
-        lr = L.pytorch.callbacks.LambdaCallback(
-            on_train_end=lambda trainer, *_: lrs.append(trainer.optimizers[0].param_groups[0]["lr"])
-        )
-        loop = FederatedLoop(seed=3)
-        fit(wrap(module), loop, uneven(data, train=blobs(60)), callbacks=[lr])
-        return module, loop.rows, lrs[0]
+    def configure():
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        first, *rest = schedule(optimizer)
+        return [optimizer], [{"interval": "step", "monitor": "val_loss"} | first, *rest]
 
-    module, rows, lr = run()
-    if scheduler is not plateau:
-        assert lr == pytest.approx(expected(scheduler, uneven(data, train=blobs(60))), abs=1e-15)
-    other, others, other_lr = run(lambda m: VectorizedClients(m, 3, compile=False))
-    assert other_lr == lr
-    for one, two in zip(module.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, two, atol=1e-12, rtol=0)
-    assert [row["lr"] for row in others] == [row["lr"] for row in rows]
-
-
-def test_a_plateau_of_steps_is_refused(fit, scheduled):
-    module = scheduled(lambda optimizer, total: {"scheduler": ReduceLROnPlateau(optimizer)})
-    with pytest.raises(FederationError, match='set interval="epoch"'):
+    module.configure_optimizers = configure
+    with pytest.raises(FederationError, match=message):
         fit(module)
 
 
 # --- the rate that the table shows ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: VectorizedClients(m, 2, compile=False)])
-def test_the_table_shows_the_mean_rate_of_the_clients_steps(fit, scheduled, data, wrap):
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_the_table_shows_the_mean_rate_of_the_clients_steps(fit, scheduled, data, group_size):
     module = scheduled(lambda o, total: {"scheduler": LambdaLR(o, lambda s: 0.5**s)}, 0.2, 0.0)
 
     class Work(HyperparameterPolicy):
         def sample(self, round, clients):
-            return {"num_steps": 1 + clients % 2, "lr": 0.2 - 0.1 * (clients == 3).double()}
+            return {"num_steps": 2 - clients % 2, "lr": 0.2 - 0.1 * (clients == 3).double()}
 
-    federated, logged = data(num_clients=4), []
-    look = L.pytorch.callbacks.LambdaCallback(
+    logged, loop = [], FederatedLoop(policy=Work())
+    look = LambdaCallback(
         on_train_epoch_end=lambda trainer, *_: logged.append(
             float(trainer.callback_metrics["federation/lr"])
         )
     )
-    loop = fit(wrap(module), FederatedLoop(policy=Work()), federated, rounds=2, callbacks=[look])
+    fit(module, loop, data(), rounds=2, group_size=group_size, callbacks=[look])
     rate = [0.2, 0.1, 0.05, 0.025]
     for t, row in enumerate(loop.rows):
         one, two = rate[2 * t], (rate[2 * t] + rate[2 * t + 1]) / 2
-        assert row["lr"] == pytest.approx((one + two + one + two / 2) / 4, rel=1e-12)
+        assert row["lr"] == pytest.approx((two + one + two + one / 2) / 4, rel=1e-12)
         assert logged[t] == pytest.approx(row["lr"], rel=1e-6)
 
 
@@ -485,7 +415,7 @@ def test_the_exception_of_a_rule_is_the_one_that_is_seen(fit, data, at):
     module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
     rule, before = Failing(gamma=50.0, client_variance=0.1, prior_variance=1.0, seed=5), {}
     rule.at = at
-    keep = L.pytorch.callbacks.LambdaCallback(
+    keep = LambdaCallback(
         on_validation_end=lambda trainer, module: before.update(
             {name: t.clone() for name, t in module.state_dict().items()}
         )
@@ -556,7 +486,7 @@ def test_an_exception_of_vectorized_clients_names_them(fit, foreign, data):
 
     module.training_step = fail
     with pytest.raises(ZeroDivisionError) as caught:
-        fit(VectorizedClients(module, 2, compile=False), FederatedLoop(seed=1), data(), rounds=50)
+        fit(module, FederatedLoop(seed=1), data(), rounds=50, group_size=2)
     where = r"--vectorize=null .* In round \d+, clients \d, \d, local steps \d to \d"
     assert re.search(f"{where}$", notes(caught))
 
@@ -569,11 +499,9 @@ def test_an_exception_between_rounds_names_no_client(fit, linear, data):
     assert notes(caught) == ""
 
 
-@pytest.mark.parametrize("group_size", [0, 2], ids=["plain", "vectorized"])
+@pytest.mark.parametrize("group_size", [None, 2], ids=["plain", "vectorized"])
 def test_an_exception_before_the_first_batch_is_the_one_that_is_seen(fit, linear, data, group_size):
-    module = linear()
-    loop = FederatedLoop(seed=1)
-    before = []
+    module, loop, before = linear(), FederatedLoop(seed=1), []
 
     class Fails(L.Callback):
         def on_train_epoch_start(self, trainer, pl_module):
@@ -581,9 +509,9 @@ def test_an_exception_before_the_first_batch_is_the_one_that_is_seen(fit, linear
                 before.extend(p.detach().clone() for p in module.parameters())
                 raise ZeroDivisionError("no such round")
 
-    trained = VectorizedClients(module, group_size, compile=False) if group_size else module
+    options = {"group_size": group_size, "callbacks": [Fails()]}
     with pytest.raises(ZeroDivisionError, match="no such round") as caught:
-        fit(trained, loop, data(regression(), val=regression(9)), callbacks=[Fails()])
+        fit(module, loop, data(regression(), val=regression(9)), **options)
     assert notes(caught) == "In round 2"
     for param, kept in zip(module.parameters(), before, strict=True):
         assert torch.equal(param, kept)
@@ -624,24 +552,22 @@ HEAD, BACKBONE = 8 * 153, 8 * 300
 
 @pytest.fixture
 def tuned(fit, data):
-    def run(update_transforms=(), wrap=lambda m: m, **options):
+    def run(update_transforms=(), group_size=None, **options):
         torch.manual_seed(0)
         module = Tuned(**options)
         loop = FederatedLoop(update_transforms=update_transforms, seed=1, client_fraction=0.5)
-        fit(wrap(module), loop, data(val_size=0), rounds=3)
+        fit(module, loop, data(val_size=0), group_size=group_size)
         return module, [(row["bytes_up"], row["bytes_down"]) for row in loop.rows]
 
     return run
 
 
-WRAPS = {"one": lambda m: m, "vectorized": lambda m: VectorizedClients(m, 2, compile=False)}
-
-
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_only_what_is_trained_is_counted(tuned, wrap):
-    assert tuned(wrap=wrap)[1] == [(2 * HEAD, 2 * HEAD)] * 3
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_only_what_is_trained_is_counted(tuned, group_size):
+    assert tuned(group_size=group_size)[1] == [(2 * HEAD, 2 * HEAD)] * 3
     both = 2 * (HEAD + BACKBONE)
-    assert tuned(wrap=wrap, thaw=True)[1] == [(2 * HEAD, 2 * HEAD), (both, both), (both, both)]
+    thawed = tuned(group_size=group_size, thaw=True)[1]
+    assert thawed == [(2 * HEAD, 2 * HEAD), (both, both), (both, both)]
 
 
 def test_a_frozen_tensor_that_changes_is_counted(tuned):
@@ -649,11 +575,11 @@ def test_a_frozen_tensor_that_changes_is_counted(tuned):
     assert tuned(drifts=True)[1] == [(both, both)] * 3
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("group_size", [None, 2])
 @pytest.mark.parametrize("transform", [TopK(0.1), Quantize(1)], ids=["k", "1"])
-def test_transforms_see_what_is_trained(tuned, transform, wrap):
-    frozen, sent = tuned([transform], wrap)
-    hidden, expected = tuned([transform], wrap, hidden=True)
+def test_transforms_see_what_is_trained(tuned, transform, group_size):
+    frozen, sent = tuned([transform], group_size)
+    hidden, expected = tuned([transform], group_size, hidden=True)
     assert torch.equal(frozen.head.weight, hidden.head.weight)
     assert [up for up, _ in sent] == [up for up, _ in expected]
     torch.manual_seed(0)
@@ -672,12 +598,12 @@ def test_a_fit_without_a_loop_says_that_it_is_no_federation(linear, data, traine
         runner.fit(linear(), datamodule=data(regression(), val=regression(9)))
 
 
-class Asks(L.LightningModule):
-    """Makes more of the last step, and asks for the number of batches, as variational methods."""
+class Asks(Linear):
+    """Asks for the number of batches, as variational methods do."""
 
     def __init__(self):
-        super().__init__()
-        self.net, self.asked = nn.Linear(3, 1).double(), []
+        super().__init__(nn.Linear(6, 3).double())
+        self.asked = []
 
     def ask(self, hook, batch_idx):
         trainer = self.trainer
@@ -686,14 +612,10 @@ class Asks(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         self.ask("training_step", batch_idx)
-        loss = (self.net(batch[0])[:, 0] - batch[1]).square().mean()
-        return 2 * loss if self.trainer.is_last_batch else loss
+        return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.ask("end", batch_idx)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class AsksMore(Asks):
@@ -731,15 +653,19 @@ class StepsOfClients(HyperparameterPolicy):
         return {"num_steps": clients + 1}
 
 
-def ask_for_batches(fit, module, wrap=lambda m: m, is_lean=True, **options):
-    data = FederatedDataModule(regression(), num_clients=4, batch_size=3, val_size=0, seed=1)
-    loop = FederatedLoop(policy=StepsOfClients(), seed=1)
-    with nullcontext() if is_lean else steps_by_lightning():
-        fit(wrap(module), loop, data, rounds=2, **options)
-    return module
+@pytest.fixture
+def of_uneven_clients(fit, data, blobs):
+    """Fit a module to four clients, which make 1, 2, 3 and 4 local steps."""
+
+    def run(module, is_lean=True, **options):
+        loop = FederatedLoop(policy=StepsOfClients(), seed=1)
+        with nullcontext() if is_lean else steps_by_lightning():
+            fit(module, loop, data(blobs(24), batch_size=3), rounds=2, **options)
+        return module
+
+    return run
 
 
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.parametrize(
     ("kind", "is_lean", "hooks"),
     [
@@ -749,9 +675,9 @@ def ask_for_batches(fit, module, wrap=lambda m: m, is_lean=True, **options):
     ],
     ids=["lean", "by Lightning", "hooks"],
 )
-def test_training_batches_are_those_of_the_client(fit, kind, is_lean, hooks):
+def test_training_batches_are_those_of_the_client(of_uneven_clients, kind, is_lean, hooks):
     beside = AsksBeside()
-    asked = ask_for_batches(fit, kind(), is_lean=is_lean, callbacks=[beside]).asked
+    asked = of_uneven_clients(kind(), is_lean, callbacks=[beside]).asked
     of_clients = [(step, n, n, step == n - 1) for n in (1, 2, 3, 4) for step in range(n)]
     assert asked == [(hook, *counts) for counts in of_clients for hook in hooks] * 2
     assert beside.found == {10}
@@ -759,63 +685,57 @@ def test_training_batches_are_those_of_the_client(fit, kind, is_lean, hooks):
     assert beside.batches == [*range(10)] * 2
 
 
-class Plans(L.LightningModule):
+class Plans(Linear):
     """Looks for the length of its schedule before the first round."""
 
     def __init__(self, hook, look):
-        super().__init__()
-        self.net, self.found, called = nn.Linear(3, 1).double(), [], getattr(self, hook)
+        super().__init__(nn.Linear(6, 3).double())
+        self.found, called = [], getattr(self, hook)
 
         def ask(*args, **options):
-            self.found.append(look(self.trainer))
+            self.found += look(self.trainer)
             return called(*args, **options)
 
         setattr(self, hook, ask)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = super().configure_optimizers()
         config = {"interval": "step", "scheduler": LambdaLR(optimizer, lambda step: 1.0)}
         return {"optimizer": optimizer, "lr_scheduler": config}
 
-    def training_step(self, batch, batch_idx):
-        return (self.net(batch[0])[:, 0] - batch[1]).square().mean()
+
+def batches(trainer):
+    return [trainer.num_training_batches]
 
 
 def batches_of_setup(trainer):
-    """As modules do that want the number of batches early."""
-    trainer.fit_loop.setup_data()
-    return trainer.num_training_batches
-
-
-def loader_of_setup(trainer):
+    """As modules do that want the loader early."""
     trainer.fit_loop.setup_data()
     assert isinstance(trainer.train_dataloader, DataLoader)
-    return len(trainer.train_dataloader)
+    return [len(trainer.train_dataloader), trainer.num_training_batches]
 
 
 HOOKS = ["setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start"]
 
 
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
-@pytest.mark.parametrize(
-    "look", [lambda t: t.num_training_batches, batches_of_setup, loader_of_setup]
-)
+@pytest.mark.parametrize("look", [batches, batches_of_setup])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_before_a_step_the_training_batches_are_those_of_the_longest_client(fit, hook, look):
-    module = ask_for_batches(fit, Plans(hook, look))
+def test_before_a_step_the_training_batches_are_those_of_the_longest_client(
+    of_uneven_clients, hook, look
+):
+    module = of_uneven_clients(Plans(hook, look))
     assert set(module.found) == {4}
 
 
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.parametrize("hook", HOOKS)
-def test_before_a_step_the_training_batches_of_a_stream_are_those_of_the_round(fit, hook):
-    data = FederatedDataModule(
-        regression(48), num_clients=2, batch_size=4, val_size=0, stream_steps=3
-    )
-    module = Plans(hook, lambda trainer: trainer.num_training_batches)
-    fit(module, FederatedLoop(), data, rounds=2)
+def test_before_a_step_the_training_batches_of_a_stream_are_those_of_the_round(
+    fit, data, blobs, hook
+):
+    federated = data(blobs(48), num_clients=2, batch_size=4, stream_steps=3)
+    module = Plans(hook, batches)
+    fit(module, FederatedLoop(), federated, rounds=2)
     assert set(module.found) == {2}  # of 8 samples, not of all 24
     # An epoch of 2 steps leaves steps for the second phase.
     phases = [Phase(["net.weight"], local_epochs=1), Phase("all")]
     loop = FederatedLoop(policy=Schedule(num_steps=4, phases=phases))
-    fit(Plans(hook, lambda trainer: None), loop, data, rounds=1)
+    fit(Plans(hook, batches), loop, federated, rounds=1)

@@ -5,7 +5,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
-from lightning_fl import ClientModule, FederatedLoop, RoundCheckpoint, VectorizedClients
+from keeping import keep, resume
+from lightning_fl import ClientModule, FederatedLoop
 from lightning_fl.aggregators import TrimmedMean
 from lightning_fl.policies import Schedule
 
@@ -36,23 +37,21 @@ class Talkative(ClientModule):
 
 @pytest.fixture
 def run(fit, data):
-    def train(logger, rounds=3, wrap=lambda module: module, kind=ClientModule, **options):
-        module = wrap(kind(nn.Linear(6, 3)).double())
+    def train(logger, rounds=3, kind=ClientModule, **options):
         policy = Schedule(lr=0.25, num_steps=2)
         loop = FederatedLoop(TrimmedMean(), policy, seed=5, clients_per_round=3)
         options = {"callbacks": [], "val_check_interval": None, **options}
+        module = kind(nn.Linear(6, 3)).double()
         fit(module, loop, data(), rounds=rounds, logger=logger, **options)
         return loop
 
     return train
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda module: module, lambda module: VectorizedClients(module, group_size=2)]
-)
-def test_a_round_is_one_row_with_its_number_and_metrics(run, wrap):
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_a_round_is_one_row_with_its_number_and_metrics(run, group_size):
     logger = Note()
-    loop = run(logger, wrap=wrap)
+    loop = run(logger, group_size=group_size)
     assert [row["round"] for row in logger.rows] == [1, 2, 3]
     for row, of_table in zip(logger.rows, loop.rows, strict=True):
         assert row["federation/num_steps"] == of_table["num_steps"]
@@ -93,17 +92,11 @@ def test_hyperparameters_are_flat_and_readable(run):
 
 
 def test_a_logger_that_goes_on_keeps_its_values_and_the_run_resumes(run, tmp_path):
-    first, options = Note(), {"enable_checkpointing": True}
-    run(first, rounds=1, callbacks=[RoundCheckpoint(tmp_path)], **options)
+    first = Note()
+    run(first, rounds=1, **keep(tmp_path))
     second, other = Note(first.values), CSVLogger(tmp_path)
     with pytest.warns(UserWarning, match="Note keeps its previous hyperparameters: .*'rounds'"):
-        run(
-            [second, other],
-            rounds=2,
-            callbacks=[RoundCheckpoint(tmp_path)],
-            ckpt_path=tmp_path / "last.ckpt",
-            **options,
-        )
+        run([second, other], rounds=2, **resume(tmp_path))
     assert second.values == first.values
     assert [row["round"] for row in second.rows] == [2]
     assert other.experiment.hparams["rounds"] == 2

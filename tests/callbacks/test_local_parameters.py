@@ -10,13 +10,11 @@ from lightning_fl.aggregators import PFNM, ClusteredFL, Scaffold
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
-from lightning_fl.runners import VectorizedClients
 from lightning_fl.types import FederationError
 from linear import Linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation and test use the global model")
-WRAPS = {"plain": lambda m: m, "vectorized": lambda m: VectorizedClients(m, 3, compile=False)}
-wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+grouped = pytest.mark.parametrize("group_size", [None, 3], ids=["plain", "vectorized"])
 HEAD = ["net.3.*"]
 
 
@@ -34,14 +32,6 @@ class Net(Linear):
         return super().forward(x) * self.scale
 
 
-def samples_of(data):
-    """The samples of each client, ``(x, y)``."""
-    return [
-        tuple(map(torch.stack, zip(*(data.train[int(i)] for i in part), strict=True)))
-        for part in data.parts
-    ]
-
-
 @pytest.fixture
 def ragged(data, blobs):
     """Seven clients with different numbers of samples."""
@@ -56,20 +46,22 @@ def ragged(data, blobs):
 def run(fit, ragged):
     """Train Net with full batches; returns the module, the loop and the data."""
 
-    def train(patterns, wrap=lambda m: m, rounds=2, aggregator=None, **options):
-        module, data = Net(), ragged(batch_size=100, local_test_size=0.3)
-        options = {"policy": Schedule(num_steps=2), "buffers": "average", "seed": 1} | options
-        callbacks, path = options.pop("callbacks", ()), options.pop("ckpt_path", None)
-        loop = FederatedLoop(aggregator, **options, local_parameters=patterns)
-        fit(wrap(module), loop, data, path, rounds=rounds, callbacks=callbacks)
+    def train(patterns, module=None, aggregator=None, buffers="average", **options):
+        module, data = module or Net(), ragged(batch_size=100, local_test_size=0.3)
+        names = {"policy", "clients_per_round"} & options.keys()
+        of_loop = {"policy": Schedule(num_steps=2)} | {name: options.pop(name) for name in names}
+        of_loop |= {"buffers": buffers, "seed": 1, "local_parameters": patterns}
+        loop = FederatedLoop(aggregator, **of_loop)
+        fit(module, loop, data, **{"rounds": 2} | options)
         return module, loop, data
 
     return train
 
 
-@wraps
-def test_without_patterns_it_is_fedavg(run, flat, wrap):
-    (one, of_one, _), (other, of_other, _) = run([], wrap), run(["type:_Batch*"], wrap)
+@grouped
+def test_without_patterns_it_is_fedavg(run, flat, group_size):
+    one, of_one, _ = run([], group_size=group_size)
+    other, of_other, _ = run(["type:_Batch*"], group_size=group_size)
     torch.manual_seed(0)
     assert of_one.store.rows == {}
     assert sorted(of_other.store.get(0)) == sorted(
@@ -94,20 +86,21 @@ def test_patterns_add_to_what_the_module_names(run, fit, ragged):
     )
 
 
-@wraps
+@grouped
 @pytest.mark.parametrize("buffers", ["average", "local"])
-def test_clients_are_evaluated_with_their_own_tensors(run, wrap, buffers):
+def test_clients_are_evaluated_with_their_own_tensors(run, group_size, buffers):
     personal = PersonalizedEvaluation(steps=0)
     patterns = [*HEAD, "net.1.running_mean"]
-    module, loop, data = run(patterns, wrap, callbacks=[personal], buffers=buffers)
+    options = {"group_size": group_size, "callbacks": [personal]}
+    module, loop, data = run(patterns, buffers=buffers, **options)
     for row in personal.rows:
         own, client = Net(), int(row["client"])
         own.load_state_dict(module.state_dict())
         stored = {n.partition(".")[2]: v for n, v in loop.store.get(client).items()}
         assert len(stored) == (3 if buffers == "average" else 5)
         own.load_state_dict({**module.state_dict(), **stored})
-        x, y = zip(*(data.train[int(i)] for i in data.local_tests[client]), strict=True)
-        right = own.eval()(torch.stack(x)).argmax(1) == torch.stack(y)
+        x, y = data.train.fetch(data.local_tests[client])
+        right = own.eval()(x).argmax(1) == y
         assert row["server"] == pytest.approx(right.double().mean().item())
     assert torch.equal(module.net[3].weight, Net().net[3].weight)
 
@@ -133,23 +126,20 @@ def test_patterns_that_do_not_fit_raise(fit, ragged, options, message):
     patterns = options.pop("patterns")
     net = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
     module = ClientModule(net) if "aggregator" in options else Net()
-
-    def run():
-        loop = FederatedLoop(**options, buffers="average", local_parameters=patterns)
+    loop = FederatedLoop(**options, buffers="average", local_parameters=patterns)
+    with pytest.raises(FederationError, match=message):
         fit(module.double(), loop, ragged(batch_size=100))
 
-    with pytest.raises(FederationError, match=message):
-        run()
 
-
-@wraps
+@grouped
 @pytest.mark.parametrize("rule", [Scaffold, ClusteredFL], ids=lambda rule: rule.__name__)
-def test_rules_see_exchanged_parameters_only(run, flat, rule, wrap):
-    options = {"aggregator": rule(), "policy": Schedule(lr=0.1, num_steps=2), "rounds": 3}
-    module, loop, _ = run(["net.1.*", "net.3.weight"], wrap, **options)
+def test_rules_see_exchanged_parameters_only(run, flat, rule, group_size):
+    patterns = ["net.1.*", "net.3.weight"]
+    options = {"policy": Schedule(lr=0.1, num_steps=2), "rounds": 3}
+    module, loop, _ = run(patterns, aggregator=rule(), group_size=group_size, **options)
     assert loop.fit.federation.num_parameters == 6 * 4 + 4 + 3 + 1
-    if wrap is not WRAPS["plain"]:
-        expected = run(["net.1.*", "net.3.weight"], **{**options, "aggregator": rule()})[0]
+    if group_size:
+        expected, *_ = run(patterns, aggregator=rule(), **options)
         torch.testing.assert_close(flat(module), flat(expected), atol=1e-12, rtol=0)
 
 
@@ -170,16 +160,16 @@ class Diverging(Net):
         return super().training_step(batch, batch_idx) + away * self.scale
 
 
-@wraps
+@grouped
 @pytest.mark.filterwarnings("ignore:round 1. dropped 1 of 7")
-def test_a_client_whose_local_parameters_are_not_finite_is_dropped(wrap, fit, ragged):
+def test_a_client_whose_local_parameters_are_not_finite_is_dropped(group_size, fit, ragged):
     data, module = ragged(batch_size=100), Diverging()
     options = {"policy": Schedule(num_steps=1), "buffers": "average", "seed": 1}
     loop = FederatedLoop(local_parameters=["scale"], **options)
     data.setup("fit")
-    means = torch.stack([x.mean() for x, _ in samples_of(data)])
+    means = torch.stack([data.train.fetch(part)[0].mean() for part in data.parts])
     module.limit = means.sort().values[-2]
-    fit(wrap(module), loop, data, rounds=1)
+    fit(module, loop, data, rounds=1, group_size=group_size)
     worst = int(means.argmax())
     assert loop.rows[0]["dropped_clients"] == str(worst)
     assert sorted(loop.store.rows) == [i for i in range(7) if i != worst]
@@ -209,7 +199,7 @@ def begins_in(hook, **attributes):
 NAMES = ("net.3.weight", "net.3.bias", "net.1.running_mean")
 
 
-@wraps
+@grouped
 @pytest.mark.parametrize(
     "kind",
     [
@@ -218,25 +208,15 @@ NAMES = ("net.3.weight", "net.3.bias", "net.1.running_mean")
     ],
     ids=["fit", "train", "epoch", "named by the module"],
 )
-def test_clients_begin_with_the_values_when_the_first_round_begins(fit, ragged, flat, wrap, kind):
-    def train(module, patterns):
-        loop = FederatedLoop(
-            policy=Schedule(num_steps=2),
-            clients_per_round=3,
-            buffers="average",
-            seed=1,
-            local_parameters=patterns,
-        )
-        fit(wrap(module), loop, ragged(batch_size=100), rounds=2)
-        return module, loop
-
+def test_clients_begin_with_the_values_when_the_first_round_begins(run, flat, group_size, kind):
+    options = {"clients_per_round": 3, "group_size": group_size}
     own = getattr(kind, "federated_local_parameters", None)
     patterns = () if own else ("net.3.*", "net.1.running_mean")
-    module, loop = train(kind(), patterns)
+    module, loop, _ = run(patterns, kind(), **options)
     before = Begun()
     before.federated_local_parameters = own
     before.set_values()
-    expected, other = train(before, patterns)
+    expected, other, _ = run(patterns, before, **options)
     assert module.fits == 1
     assert torch.equal(module.net[3].bias, torch.full((3,), 2.0).double())
     assert torch.equal(flat(module), flat(expected))
@@ -273,24 +253,15 @@ class SaveAtStart(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_resumed_run_keeps_the_initial_values_of_the_run(trainer, ragged, flat, tmp_path):
-    def train(module, rounds, path=None, callbacks=()):
-        loop = FederatedLoop(
-            policy=Schedule(num_steps=2),
-            clients_per_round=2,
-            buffers="average",
-            seed=1,
-            local_parameters=HEAD,
-        )
-        made = trainer(loop, rounds, callbacks)
-        made.fit(module, datamodule=ragged(batch_size=100), ckpt_path=path)
-        return made
+def test_a_resumed_run_keeps_the_initial_values_of_the_run(run, flat, tmp_path):
+    def trained(module, rounds=4, **options):
+        run(HEAD, module, clients_per_round=2, rounds=rounds, **options)
+        return module
 
-    train(whole := Drifting(), 4)
-    train(Drifting(), 1).save_checkpoint(first := tmp_path / "first.ckpt")
+    whole = flat(trained(Drifting()))
+    first, start = tmp_path / "first.ckpt", tmp_path / "start.ckpt"
+    trained(Drifting(), 1).trainer.save_checkpoint(first)
     # A checkpoint before the first round of the resumed fit has them, too.
-    save = SaveAtStart(tmp_path / "start.ckpt")
-    train(resumed := Drifting(7.0), 4, first, [save])
-    assert torch.equal(flat(resumed), flat(whole))
-    train(again := Drifting(9.0), 4, save.path)
-    assert torch.equal(flat(again), flat(whole))
+    resumed = trained(Drifting(7.0), ckpt_path=first, callbacks=[SaveAtStart(start)])
+    assert torch.equal(flat(resumed), whole)
+    assert torch.equal(flat(trained(Drifting(9.0), ckpt_path=start)), whole)

@@ -6,16 +6,12 @@ import torch
 from torch import nn
 
 from federations import Adversaries
-from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import FedAvg, FedCM, FedDyn, FedNova, QFedAvg, Scaffold
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
 from lightning_fl.types import FederationError
-from only import Only
-
-ALONE = "ignore:.*one client after another, not at once. it optimizes manually"
 
 
 class GAN(Adversaries):
@@ -60,19 +56,6 @@ class Two(L.LightningModule):
         ]
         halved = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
         return optimizers, halved
-
-
-@pytest.mark.filterwarnings(ALONE)
-@pytest.mark.parametrize("wrap", [lambda m: m, VectorizedClients], ids=["plain", "vectorized"])
-def test_a_client_is_not_changed_by_others(fit, flat, wrap):
-    found = []
-    for clients in ([0], [2], [0, 2]):
-        module, rule = GAN(), FedAvg(weighting="uniform")
-        loop = FederatedLoop(rule, Schedule(num_steps=4), Only(clients), buffers="average")
-        fit(wrap(module), loop, rounds=1)
-        found.append(flat(module))
-    assert not torch.allclose(found[0], found[1])
-    assert torch.allclose((found[0] + found[1]) / 2, found[2], rtol=0, atol=1e-12)
 
 
 def test_a_module_counts_the_steps_of_its_client(fit):

@@ -6,18 +6,19 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_fl import ClientModule, VectorizedClients
+from by_hand import descended
+from keeping import keep, resume
+from lightning_fl import ClientModule
 from lightning_fl.aggregators import Gossip
-from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.callbacks.client_table import summary
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.objectives import PerFedAvg, Proximal, RepresentationMatching
+from lightning_fl.objectives import PerFedAvg, Proximal
 from lightning_fl.optimizers import PFedMe
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
@@ -34,28 +35,14 @@ def data(blobs):
     return make
 
 
-@pytest.fixture
-def train(fit, data):
-    def run(
-        callback, group_size=None, rounds=2, loop=None, module=None, datamodule=None, **options
-    ):
-        torch.manual_seed(0)
-        module = module or ClientModule(nn.Linear(6, 3)).double()
-        loop = loop or FederatedLoop(policy=Schedule(lr=0.5, num_steps=2), seed=0)
-        datamodule = datamodule or data()
-        user = (
-            module if group_size is None else VectorizedClients(module, group_size, compile=False)
-        )
-        callbacks = [callback, *options.pop("callbacks", [])]
-        fit(user, loop, datamodule, rounds=rounds, callbacks=callbacks, **options)
-        return module, loop, datamodule
-
-    return run
-
-
-def accuracy(weight, bias, data, client):
+def accuracy(layer, data, client):
     x, y = data.train.fetch(data.local_tests[client])
-    return ((x @ weight.T + bias).argmax(1) == y).double().mean().item()
+    found = (x @ layer["weight"].T + layer["bias"]).argmax(1)
+    return (found == y).double().mean().item()
+
+
+def samples(data, client):
+    return data.train.fetch(data.parts[client])
 
 
 def negative_loss(module, batch):
@@ -76,10 +63,10 @@ def test_hooks_of_the_transfer_are_those_of_an_evaluation(train, blobs, group_si
 
     data = Transfers(blobs(160), num_clients=4, batch_size=8, local_test_size=0.3, seed=1)
     callback = PersonalizedEvaluation(steps=0)
-    module, _, data = train(callback, group_size, datamodule=data)
-    weight, bias = -3 * module.net.weight.detach(), module.net.bias.detach()
+    module, _, data = train(callback, datamodule=data, group_size=group_size)
+    layer = {"weight": -3 * module.net.weight, "bias": module.net.bias}
     for client, row in enumerate(callback.rows):
-        assert row["server"] == pytest.approx(accuracy(weight, bias, data, client))
+        assert row["server"] == pytest.approx(accuracy(layer, data, client))
 
 
 @pytest.mark.parametrize("group_size", [None, 3])
@@ -87,27 +74,16 @@ def test_scores_by_hand(train, group_size):
     """Gradient descent on all of a client's samples, from the server's model and from the first."""
     callback = PersonalizedEvaluation(steps=3, local_steps=5)
     torch.manual_seed(0)
-    first = copy.deepcopy(ClientModule(nn.Linear(6, 3)).double().net.state_dict())
-    module, loop, data = train(callback, group_size)
-    server = {n: p.detach().clone() for n, p in module.net.named_parameters()}
-
-    def trained(start, client, steps):
-        weight, bias = (start[n].clone().requires_grad_() for n in ("weight", "bias"))
-        x, y = data.train.fetch(data.parts[client])
-        for _ in range(steps):
-            loss = F.cross_entropy(x @ weight.T + bias, y)
-            grads = torch.autograd.grad(loss, (weight, bias))
-            weight, bias = (
-                (p - 0.5 * g).detach().requires_grad_()
-                for p, g in zip((weight, bias), grads, strict=True)
-            )
-        return weight.detach(), bias.detach()
-
+    first = nn.Linear(6, 3).double().state_dict()
+    module, loop, data = train(callback, group_size=group_size)
+    server = module.net.state_dict()
     assert [row["client"] for row in callback.rows] == [0, 1, 2, 3]
     for client, row in enumerate(callback.rows):
-        assert row["server"] == accuracy(server["weight"], server["bias"], data, client)
-        assert row["personal"] == accuracy(*trained(server, client, 3), data, client)
-        assert row["local"] == accuracy(*trained(first, client, 5), data, client)
+        personal = descended(server, samples(data, client), 3, 0.5)
+        local = descended(first, samples(data, client), 5, 0.5)
+        assert row["server"] == accuracy(server, data, client)
+        assert row["personal"] == accuracy(personal, data, client)
+        assert row["local"] == accuracy(local, data, client)
         assert row["test_samples"] == len(data.local_tests[client])
     for kind in ("server", "personal", "local"):
         for name, value in summary(callback.rows, kind).items():
@@ -138,45 +114,10 @@ def test_local_steps_are_those_that_a_trainer_allows(train, lr):
     assert any(skipping)
     assert not all(skipping)
     for client, row in enumerate(callback.rows):
-        weight, bias = (p.detach().clone().requires_grad_() for p in module.net.parameters())
-        x, y = data.train.fetch(data.parts[client])
-        for _ in range(0 if skipping[client] else 3):
-            loss = 2 * F.cross_entropy(x @ weight.T + bias, y)
-            grads = torch.autograd.grad(loss, (weight, bias))
-            with torch.no_grad():
-                weight -= 0.25 * grads[0]
-                bias -= 0.25 * grads[1]
-        assert row["personal"] == accuracy(weight.detach(), bias.detach(), data, client)
+        steps = 0 if skipping[client] else 3
+        personal = descended(module.net.state_dict(), samples(data, client), steps, 0.25, factor=2)
+        assert row["personal"] == accuracy(personal, data, client)
     assert any(row["personal"] != row["server"] for row in callback.rows)
-
-
-@pytest.mark.parametrize("group_size", [None, 2])
-def test_the_run_is_as_if_nobody_had_looked(train, flat, group_size):
-    """BatchNorm, dropout, terms, matching layers, kept momentum."""
-
-    def run(callbacks):
-        torch.manual_seed(0)
-        net = nn.Sequential(
-            nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(5, 3)
-        )
-        sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        terms = [Proximal(0.1), RepresentationMatching(0.1)]
-        module = ClientModule(net, terms, optimizer=sgd).double()
-        loop = FederatedLoop(buffers="average", optimizer_state="keep", seed=0, client_fraction=0.5)
-        train(callbacks[0], group_size, 4, loop, module)
-        return flat(module), loop
-
-    class Nothing(PersonalizedEvaluation):
-        def on_train_epoch_end(self, trainer, pl_module):
-            pass
-
-    (looked, one), (alone, other) = (
-        run([kind(every_n_rounds=1)]) for kind in (PersonalizedEvaluation, Nothing)
-    )
-    assert torch.equal(looked, alone)
-    for row, wanted in zip(one.rows, other.rows, strict=True):
-        assert {n: row[n] for n in wanted} == wanted
-        assert "personal/mean" in row
 
 
 class Bound(ClientModule):
@@ -215,7 +156,8 @@ def test_clients_start_from_their_own_models(train):
     _, _, data = train(callback, loop=loop)
     for client, row in enumerate(callback.rows):
         vector = rule.models[client]
-        assert row["server"] == accuracy(vector[:18].view(3, 6), vector[18:], data, client)
+        layer = {"weight": vector[:18].view(3, 6), "bias": vector[18:]}
+        assert row["server"] == accuracy(layer, data, client)
         assert "personal" not in row
 
 
@@ -228,21 +170,20 @@ def test_the_personal_models_of_pfedme_are_measured(train):
     _, _, data = train(callback, loop=loop, module=module)
     for client, row in enumerate(callback.rows):
         kept = loop.store.get(client)
-        weight, bias = kept["optimizer.0.theta"], kept["optimizer.1.theta"]
-        assert row["kept"] == accuracy(weight, bias, data, client)
+        layer = {"weight": kept["optimizer.0.theta"], "bias": kept["optimizer.1.theta"]}
+        assert row["kept"] == accuracy(layer, data, client)
     assert loop.rows[-1]["kept/mean"] > loop.rows[-1]["server/mean"]
 
 
 def test_a_resumed_run_has_the_same_baseline(train, tmp_path):
-    def run(rounds, folder, **options):
+    def run(rounds, **options):
         callback = PersonalizedEvaluation(local_steps=3)
-        options |= {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
         train(callback, rounds=rounds, **options)
         return callback.rows
 
-    whole = run(4, "whole")
-    run(2, "half")
-    assert run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt") == whole
+    whole = run(4)
+    run(2, **keep(tmp_path))
+    assert run(4, **resume(tmp_path)) == whole
 
 
 def test_what_is_missing_is_named(train, fit, data, foreign):
@@ -320,13 +261,8 @@ def test_a_local_baseline_is_a_federation_of_one(train, data):
     callback = PersonalizedEvaluation(steps=0, local_steps=3, lr=0.1)
     _, _, data = train(callback, module=module)
     for client, row in enumerate(callback.rows):
-        weight, bias = first["weight"].clone(), first["bias"].clone()
-        x, y = data.train.fetch(data.parts[client])
-        for _ in range(3):  # batches are all of a client's samples
-            w, b = weight.requires_grad_(), bias.requires_grad_()
-            grads = torch.autograd.grad(F.cross_entropy(x @ w.T + b, y), (w, b))
-            weight, bias = (p.detach() - 0.1 * g for p, g in zip((w, b), grads, strict=True))
-        assert row["local"] == accuracy(weight, bias, data, client)
+        local = descended(first, samples(data, client), 3, 0.1)  # batches are all of its samples
+        assert row["local"] == accuracy(local, data, client)
 
 
 def test_a_callback_of_an_earlier_run_starts_anew(train):
@@ -375,15 +311,9 @@ def test_after_the_last_round_the_policy_is_that_of_the_last(train):
 
 
 def test_a_baseline_needs_the_first_model(train, tmp_path):
-    saved = {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
-    train(PersonalizedEvaluation(), rounds=1, **saved)
+    train(PersonalizedEvaluation(), rounds=1, **keep(tmp_path))
     with pytest.raises(FederationError, match="initial global model"):
-        train(
-            PersonalizedEvaluation(local_steps=3),
-            rounds=2,
-            ckpt_path=str(tmp_path / "last.ckpt"),
-            **saved,
-        )
+        train(PersonalizedEvaluation(local_steps=3), **resume(tmp_path))
 
 
 class Shifted(ClientModule):
@@ -407,14 +337,14 @@ def test_global_and_personal_models_by_hand(train, group_size):
     module = Shifted(nn.Linear(6, 3)).double()
     bias = module.net.bias.detach().clone()
     loop = FederatedLoop(policy=Schedule(lr=0.5, num_steps=2), seed=0, clients_per_round=3)
-    _, _, data = train(callback, group_size, 1, loop, module)
+    _, _, data = train(callback, rounds=1, loop=loop, module=module, group_size=group_size)
     (absent,) = (c for c in range(4) if not loop.store.get(c))
-    weight = module.net.weight.detach()
+    layer = {"weight": module.net.weight, "bias": bias}
     for client, row in enumerate(callback.rows):
         assert ("global" in row) == (client != absent)
         own = bias if client == absent else loop.store.get(client)["parameter.net.bias"]
-        assert row["server"] == accuracy(weight, own, data, client)
-        assert row.get("global", row["server"]) == accuracy(weight, bias, data, client)
+        assert row["server"] == accuracy({**layer, "bias": own}, data, client)
+        assert row.get("global", row["server"]) == accuracy(layer, data, client)
         _, labels = data.train.fetch(data.parts[client])
         _, y = data.train.fetch(data.local_tests[client])
         assert row["kept"] == (y == labels.mode().values).double().mean()

@@ -6,13 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import rich.console
-import torch
 from torch import nn
 
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop, OnUpdates, RoundProgress, progress
 from lightning_fl.policies import Schedule
-from lightning_fl.types import FederationError
 
 
 @pytest.fixture(autouse=True)
@@ -22,17 +20,13 @@ def _no_wishes_of_the_environment(monkeypatch):
 
 
 @pytest.fixture
-def run(trainer, data, blobs):
-    """Fit a classifier of blobs and show it."""
+def run(train):
+    """Fit a classifier of blobs and show it; return the loop."""
 
-    def fit(progress, rounds=3, num_clients=4, module=None, callbacks=(), **options):
-        torch.manual_seed(0)
-        made = ClientModule(nn.Linear(6, 3)).double() if module is None else module
+    def fit(progress, rounds=3, callbacks=(), **options):
         loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=1))
-        runner = trainer(
-            loop, rounds, callbacks=[*callbacks, progress], enable_progress_bar=True, **options
-        )
-        runner.fit(made, datamodule=data(blobs(max(60, num_clients)), num_clients=num_clients))
+        options |= {"rounds": rounds, "enable_progress_bar": True}
+        train(*callbacks, progress, loop=loop, **options)
         return loop
 
     return fit
@@ -190,14 +184,3 @@ def test_after_an_exception_the_terminal_is_given_back(run, terminal):
         run(progress, module=Break(nn.Linear(6, 3)).double())
     assert not progress._bar.live.is_started
     assert terminal.getvalue().rstrip().endswith("\x1b[?25h")
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-def test_without_a_federation_there_are_no_rounds_to_show(trainer, data):
-    module = ClientModule(nn.Linear(6, 3)).double()
-    with pytest.raises(FederationError, match="RoundProgress requires a FederatedLoop"):
-        trainer(False, callbacks=[RoundProgress()], enable_progress_bar=True).fit(
-            module, datamodule=data()
-        )

@@ -6,20 +6,20 @@ import json
 import os
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import PFNM, ClusteredFL, Gossip
+from keeping import keep
+from lightning_fl import ClientModule
+from lightning_fl.aggregators import PFNM, ClusteredFL, FedAvg, Gossip
 from lightning_fl.callbacks import (
     FederatedLoop,
     LabelFlip,
     PersonalizedEvaluation,
-    RoundCheckpoint,
+    RoundProgress,
     RunReport,
 )
 from lightning_fl.callbacks.report import round_figure
@@ -30,21 +30,6 @@ from lightning_fl.types import FederationError
 
 PNG = b"\x89PNG\r\n"
 pytestmark = pytest.mark.usefixtures("quick_pictures")
-
-
-@pytest.fixture
-def run(trainer, data):
-    """Fit a classifier of blobs with a report."""
-
-    def fit(rounds=2, callbacks=(), loop=None, datamodule=None, **options):
-        loop = FederatedLoop() if loop is None else loop
-        datamodule = data() if datamodule is None else datamodule
-        module = ClientModule(nn.Linear(6, 3)).double()
-        runner = trainer(loop, rounds, callbacks=[RunReport(), *callbacks], **options)
-        runner.fit(module, datamodule=datamodule)
-        return datamodule
-
-    return fit
 
 
 def environment(folder):
@@ -70,8 +55,10 @@ ALL = sorted([*AT_START, "participation.csv", BY_ROUND, "rounds.csv", "rounds.pn
 
 
 @pytest.mark.parametrize("num_clients", [3, 30])
-def test_a_run_leaves_these_files_however_many_clients(run, data, tmp_path, num_clients, pictures):
-    run(datamodule=data(num_clients=num_clients))
+def test_a_run_leaves_these_files_however_many_clients(
+    train, data, tmp_path, num_clients, pictures
+):
+    train(RunReport(), datamodule=data(num_clients=num_clients))
     assert names(tmp_path) == ALL
     for name in ("partition.png", "rounds.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
@@ -89,7 +76,7 @@ class Break(Callback):
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("by\nzero"), KeyboardInterrupt()])
-def test_an_interrupted_run_is_drawn_as_far_as_it_went(run, tmp_path, error, monkeypatch):
+def test_an_interrupted_run_is_drawn_as_far_as_it_went(train, tmp_path, error, monkeypatch):
     drawn = []
     import lightning_fl.callbacks.report as report
 
@@ -99,7 +86,7 @@ def test_an_interrupted_run_is_drawn_as_far_as_it_went(run, tmp_path, error, mon
 
     monkeypatch.setattr(report, "round_figure", watched)
     with pytest.raises((type(error), SystemExit)):
-        run(rounds=5, callbacks=[Break(error)])
+        train(RunReport(), Break(error), rounds=5)
     assert names(tmp_path) == ALL
     assert drawn == [1, 2]
     states = "ZeroDivisionError: by", "KeyboardInterrupt"
@@ -116,20 +103,18 @@ class AtOnce(Callback):
         raise ZeroDivisionError
 
 
-def test_a_run_that_breaks_before_its_first_round_ended_has_no_rounds_to_draw(run, tmp_path):
+def test_a_run_that_breaks_before_its_first_round_ended_has_no_rounds_to_draw(train, tmp_path):
     with pytest.raises(ZeroDivisionError):
-        run(callbacks=[AtOnce()])
+        train(RunReport(), AtOnce())
     assert names(tmp_path) == AT_START
 
 
 @pytest.mark.parametrize("why", ["table", "fast_dev_run"])
-def test_where_no_table_is_written_there_is_no_report(run, tmp_path, why):
+def test_where_no_table_is_written_there_is_no_report(train, tmp_path, why):
+    loop = FederatedLoop()
     if why == "table":
-        loop = FederatedLoop()
         loop.table_name = None
-        run(loop=loop)
-    else:
-        run(fast_dev_run=True)
+    train(RunReport(), loop=loop, fast_dev_run=why == "fast_dev_run")
     assert names(tmp_path) == []
 
 
@@ -150,10 +135,14 @@ def test_data_without_classes_are_split_without_a_picture(fit, linear, data, tmp
     assert environment(tmp_path)["no train_acc"].startswith("NotImplementedError: Module [Linear]")
 
 
-def test_without_a_federation_there_is_nothing_to_report(trainer, data):
+@pytest.mark.parametrize(
+    "callback", [RunReport(), RoundProgress(), LabelFlip()], ids=lambda each: type(each).__name__
+)
+def test_a_callback_without_a_federation_is_refused(trainer, data, callback):
     module = ClientModule(nn.Linear(6, 3)).double()
-    with pytest.raises(FederationError, match="RunReport requires a FederatedLoop"):
-        trainer(False, callbacks=[RunReport()]).fit(module, datamodule=data())
+    words = f"{type(callback).__name__} requires a FederatedLoop"
+    with pytest.raises(FederationError, match=words):
+        trainer(False, callbacks=[callback], enable_progress_bar=True).fit(module, data())
 
 
 # --- who took part --------------------------------------------------------------------------------
@@ -169,7 +158,7 @@ class Poison(Callback):
 
 @pytest.mark.filterwarnings("ignore:.*dropped")
 @pytest.mark.parametrize("policy", [None, Stragglers(0.5)])
-def test_who_took_part_is_counted(run, tmp_path, policy):
+def test_who_took_part_is_counted(train, tmp_path, policy):
     seen = []
 
     class Note(Callback):
@@ -177,7 +166,7 @@ def test_who_took_part_is_counted(run, tmp_path, policy):
             seen.extend(loop.plan_of_the_round.clients.tolist())
 
     loop = FederatedLoop(clients_per_round=3, policy=policy, seed=0)
-    run(rounds=5, loop=loop, callbacks=[Poison(), Note()])
+    train(RunReport(), Poison(), Note(), rounds=5, loop=loop)
     rows = clients(tmp_path)
     assert [row["client"] for row in rows] == ["0", "1", "2", "3"]
     assert [int(row["rounds"]) for row in rows] == [seen.count(client) for client in range(4)]
@@ -212,20 +201,20 @@ class FirstLosses(Callback):
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped")
-def test_the_loss_of_each_client_is_that_of_the_model_which_it_received(run, tmp_path):
+def test_the_loss_of_each_client_is_that_of_the_model_which_it_received(train, tmp_path):
     losses = FirstLosses()
-    run(loop=FederatedLoop(policy=Schedule(num_steps=2)), callbacks=[losses, Poison()])
+    train(RunReport(), losses, Poison())
     table = history(tmp_path)
     assert [row["client"] for row in table] == ["0", "1", "2", "3"] * 2
     assert [row["loss"] for row in table] == [f"{v:g}" for each in losses.by_round for v in each]
     assert {row["score"] for row in table} == {""}
 
 
-def test_scores_of_clients_are_in_the_rounds_that_evaluate_them(fit, data, tmp_path):
+def test_scores_of_clients_are_in_the_rounds_that_evaluate_them(train, data, tmp_path):
     evaluation = PersonalizedEvaluation(every_n_rounds=2)
     loop = FederatedLoop(clients_per_round=2, seed=0)
-    module = ClientModule(nn.Linear(6, 3)).double()
-    fit(module, loop, data(local_test_size=0.5), callbacks=[evaluation, RunReport()])
+    federated = data(local_test_size=0.5)
+    train(evaluation, RunReport(), loop=loop, datamodule=federated, rounds=3)
     table = history(tmp_path)
     scores = {int(row["client"]): float(row["score"]) for row in table if row["round"] == "2"}
     assert scores == {
@@ -236,69 +225,62 @@ def test_scores_of_clients_are_in_the_rounds_that_evaluate_them(fit, data, tmp_p
     assert sum(int(row["rounds"]) for row in clients(tmp_path)) == 6
 
 
-def interrupted(fit, data, folder, rounds, **options):
+def interrupted(train, folder, rounds, *callbacks, **options):
     """Fit a module in ``folder``, with a checkpoint and a report."""
-    module = ClientModule(nn.Linear(6, 3)).double()
-    torch.manual_seed(0)
-    module.net.reset_parameters()
     folder.mkdir(exist_ok=True)
-    report = RunReport()
-    callbacks = [report, RoundCheckpoint(folder), *options.pop("callbacks", [])]
-    options |= {"default_root_dir": folder, "enable_checkpointing": True}
+    options = {"default_root_dir": folder, **keep(folder, *callbacks), **options}
     loop = FederatedLoop(clients_per_round=2, seed=0)
-    fit(module, loop, data(), rounds=rounds, callbacks=callbacks, **options)
-    return report
+    train(RunReport(), loop=loop, rounds=rounds, **options)
 
 
-def test_a_resumed_run_counts_on(fit, data, tmp_path):
+def test_a_resumed_run_counts_on(train, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    interrupted(fit, data, whole, 6)
+    interrupted(train, whole, 6)
     with pytest.raises(ZeroDivisionError):
-        interrupted(fit, data, parts, 6, callbacks=[Break(ZeroDivisionError())])
+        interrupted(train, parts, 6, Break(ZeroDivisionError()))
     assert clients(parts) != clients(whole)
-    interrupted(fit, data, parts, 6, ckpt_path=parts / "last.ckpt")
+    interrupted(train, parts, 6, ckpt_path=parts / "last.ckpt")
     for name in ("participation.csv", BY_ROUND, "environment.json"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
     saved = torch.load(parts / "last.ckpt", weights_only=True)["callbacks"]["RunReport"]
     assert len(saved["rounds"]) == 6
 
 
-def test_a_finished_run_resumed_changes_nothing(fit, data, tmp_path, pictures):
-    folder = tmp_path / "run"
-    interrupted(fit, data, folder, 3)
-    before = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".ckpt"}
-    interrupted(fit, data, folder, 3, ckpt_path=folder / "last.ckpt")
-    assert {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".ckpt"} == before
+def test_a_finished_run_resumed_changes_nothing(train, tmp_path, pictures):
+    def files():
+        return {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.suffix != ".ckpt"}
+
+    interrupted(train, tmp_path, 3)
+    before = files()
+    interrupted(train, tmp_path, 3, ckpt_path=tmp_path / "last.ckpt")
+    assert files() == before
 
 
 @pytest.mark.parametrize("missing", [["participation.csv", BY_ROUND], []])
 def test_a_run_that_was_killed_before_its_last_file_is_finished_when_resumed(
-    fit, data, tmp_path, missing
+    train, tmp_path, missing
 ):
-    interrupted(fit, data, tmp_path, 3)
+    interrupted(train, tmp_path, 3)
     for name in missing:
         (tmp_path / name).unlink()
     started = environment(tmp_path) | {"state": "started"}
     (tmp_path / "environment.json").write_text(json.dumps(started))
-    interrupted(fit, data, tmp_path, 3, ckpt_path=tmp_path / "last.ckpt")
+    interrupted(train, tmp_path, 3, ckpt_path=tmp_path / "last.ckpt")
     assert sum(int(row["rounds"]) for row in clients(tmp_path)) == len(history(tmp_path)) == 6
     assert environment(tmp_path)["state"] == "finished"
     assert len(read_run(tmp_path).outcomes.rows) == 6
 
 
-def test_tables_of_clients_of_an_earlier_fit_are_removed(run, tmp_path):
-    run()
+def test_tables_of_clients_of_an_earlier_fit_are_removed(train, tmp_path):
+    train(RunReport())
     with pytest.raises(ZeroDivisionError):
-        run(callbacks=[AtOnce()])
+        train(RunReport(), AtOnce())
     assert not {"participation.csv", BY_ROUND} & set(names(tmp_path))
 
 
-def test_a_run_that_began_without_a_report_does_not_count_half(fit, data, tmp_path):
-    module = ClientModule(nn.Linear(6, 3)).double()
-    checkpoint = [RoundCheckpoint(tmp_path)]
-    loop = FederatedLoop(clients_per_round=2, seed=0)
-    fit(module, loop, data(), rounds=2, callbacks=checkpoint, enable_checkpointing=True)
-    interrupted(fit, data, tmp_path, 4, ckpt_path=tmp_path / "last.ckpt")
+def test_a_run_that_began_without_a_report_does_not_count_half(train, tmp_path):
+    train(loop=FederatedLoop(clients_per_round=2, seed=0), **keep(tmp_path))
+    interrupted(train, tmp_path, 4, ckpt_path=tmp_path / "last.ckpt")
     assert list(clients(tmp_path)[0]) == ["client", "train_samples", "train_acc"]
     assert not (tmp_path / BY_ROUND).exists()
 
@@ -311,33 +293,23 @@ def right(vector, data, client, most=200):
     return ((x @ vector[:18].view(3, 6).T + vector[18:]).argmax(1) == y).double().mean().item()
 
 
-def measured(fit, data, module, loop, *callbacks, most=200, group_size=None, **options):
-    datamodule = data(**options)
-    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
-    fit(user, loop, datamodule, rounds=3, callbacks=[RunReport(most), *callbacks])
-    return datamodule
-
-
 @pytest.mark.parametrize("group_size", [None, 2])
 @pytest.mark.parametrize("most", [5, 200])
 def test_the_servers_model_is_measured_on_training_samples(
-    fit, data, tmp_path, flat, most, group_size
+    train, data, tmp_path, flat, most, group_size
 ):
-    module = ClientModule(nn.Linear(6, 3)).double()
-    loop = FederatedLoop(policy=Schedule(lr=0.05, num_steps=1))
-    made = measured(fit, data, module, loop, most=most, group_size=group_size, eval_batch_size=4)
+    federated = data(eval_batch_size=4)
+    module, _, made = train(RunReport(most), datamodule=federated, group_size=group_size)
     found = [float(row["train_acc"]) for row in clients(tmp_path)]
     assert found == [right(flat(module), made, client, most) for client in range(4)]
     assert [int(row["train_samples"]) for row in clients(tmp_path)] == made.num_samples.tolist()
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_attackers_are_measured_on_the_original_samples(fit, data, tmp_path, flat, is_first):
+def test_attackers_are_measured_on_the_original_samples(train, tmp_path, flat, is_first):
     """Wherever the callback of the attack is."""
-    module = ClientModule(nn.Linear(6, 3)).double()
     callbacks = [RunReport(), LabelFlip([0, 1])]
-    made = data()
-    fit(module, FederatedLoop(), made, callbacks=callbacks[:: 1 if is_first else -1])
+    module, _, made = train(*callbacks[:: 1 if is_first else -1])
     found = [float(row["train_acc"]) for row in clients(tmp_path)]
     assert found == [right(flat(module), made, client) for client in range(4)]
 
@@ -346,13 +318,13 @@ def test_attackers_are_measured_on_the_original_samples(fit, data, tmp_path, fla
     "rule", [Gossip("ring"), ClusteredFL(eps1=9.0, eps2=0.0, warmup=1)], ids=["gossip", "clusters"]
 )
 def test_each_client_is_measured_with_the_model_that_it_would_start_from(
-    fit, data, tmp_path, flat, rule
+    train, data, tmp_path, flat, rule
 ):
-    module = ClientModule(nn.Linear(6, 3)).double()
     loop = FederatedLoop(aggregator=rule, policy=Schedule(lr=0.3, num_steps=3))
     random = torch.Generator().manual_seed(0)
     x, y = torch.randn(120, 6, generator=random), torch.randint(3, (120,), generator=random)
-    made = measured(fit, data, module, loop, train=TensorDataset(x.double(), y))
+    federated = data(TensorDataset(x.double(), y))
+    module, _, made = train(RunReport(), loop=loop, datamodule=federated, rounds=3)
     models = rule.models_for(torch.arange(4))
     found = [float(row["train_acc"]) for row in clients(tmp_path)]
     assert found == [right(models[client], made, client) for client in range(4)]
@@ -361,72 +333,96 @@ def test_each_client_is_measured_with_the_model_that_it_would_start_from(
     torch.testing.assert_close(flat(module), models.mean(0))
 
 
-def test_what_stays_with_clients_is_measured_with_them(fit, data, tmp_path):
+def test_what_stays_with_clients_is_measured_with_them(train, tmp_path):
     module = FedEM(nn.Linear(6, 3), 2, lambda p: torch.optim.SGD(p, lr=0.1)).double()
-    loop = FederatedLoop(policy=Schedule(num_steps=3))
-    measured(fit, data, module, loop)
+    train(RunReport(), module=module, loop=FederatedLoop(policy=Schedule(num_steps=3)))
     assert len({row["train_acc"] for row in clients(tmp_path)} - {""}) >= 1
     # The logarithm of 0.5 was rounded to float32 when the module was made.
     torch.testing.assert_close(module.weights, torch.full((2,), 0.5).double(), atol=1e-8, rtol=0)
 
 
-def test_a_network_that_is_replaced_is_measured_as_it_is(fit, data, tmp_path):
+def test_a_network_that_is_replaced_is_measured_as_it_is(train, tmp_path):
     net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-    module = ClientModule(net).double()
-    made = measured(fit, data, module, FederatedLoop(aggregator=PFNM()))
+    module, loop = ClientModule(net).double(), FederatedLoop(aggregator=PFNM())
+    _, _, made = train(RunReport(), module=module, loop=loop)
     for client, row in enumerate(clients(tmp_path)):
         x, y = made.train.fetch(made.parts[client])
         wanted = (module(x).argmax(1) == y).double().mean().item()
         assert float(row["train_acc"]) == wanted
 
 
-def test_the_run_is_as_if_nobody_had_looked(fit, data, flat):
-    """Layers that draw, also when they evaluate, parameters of the clients' own, models of each."""
+class Noise(nn.Module):
+    """Draws, also when it evaluates."""
 
-    class Noise(nn.Module):
-        def forward(self, x):
-            return x + 0.01 * torch.rand_like(x)
+    def forward(self, x):
+        return x + 0.01 * torch.rand_like(x)
+
+
+class Blind(PersonalizedEvaluation):
+    def on_train_epoch_end(self, trainer, pl_module):
+        pass
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+@pytest.mark.parametrize(
+    ("callbacks", "rule"),
+    [
+        ([RunReport(), RunReport(0)], lambda: Gossip("ring")),
+        ([PersonalizedEvaluation(every_n_rounds=1), Blind()], FedAvg),
+    ],
+    ids=["report", "evaluation"],
+)
+def test_the_run_is_as_if_nobody_had_looked(train, data, flat, callbacks, rule, group_size):
+    """BatchNorm, dropout, terms, matching layers, kept momentum, models of each client."""
 
     class Draw(Callback):
         def on_train_end(self, trainer, module):
             self.drawn = torch.rand(3)
 
-    def go(most):
-        L.seed_everything(1, verbose=False)
-        net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), Noise(), nn.Linear(5, 3))
-        module = ClientModule(net, [RepresentationMatching(0.1)]).double()
-        loop = FederatedLoop(Gossip("ring"), buffers="average", seed=0, client_fraction=0.5)
-        draw = Draw()
-        measured(fit, data, module, loop, draw, most=most)
-        return flat(module), draw.drawn, [dict(row) for row in loop.rows]
+    def run(callback):
+        torch.manual_seed(1)
+        net = nn.Sequential(
+            nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2), Noise(), nn.Linear(5, 3)
+        )
+        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        module = ClientModule(net, [Proximal(0.1), RepresentationMatching(0.1)], sgd).double()
+        options = {"buffers": "average", "optimizer_state": "keep", "client_fraction": 0.5}
+        loop, draw = FederatedLoop(rule(), seed=0, **options), Draw()
+        options = {"datamodule": data(local_test_size=0.3), "group_size": group_size}
+        train(callback, draw, rounds=4, loop=loop, module=module, **options)
+        return flat(module), draw.drawn, loop.rows
 
-    looked, not_looked = go(200), go(0)
-    assert torch.equal(looked[0], not_looked[0])
-    assert torch.equal(looked[1], not_looked[1])
-    assert looked[2] == not_looked[2]
+    looked, alone = map(run, callbacks)
+    assert torch.equal(looked[0], alone[0])
+    assert torch.equal(looked[1], alone[1])
+    for row, expected in zip(looked[2], alone[2], strict=True):
+        assert {name: row[name] for name in expected} == expected
+        added = row.keys() - expected.keys()
+        assert ("personal/mean" in added) == bool(added) == (rule is FedAvg)
 
 
-@pytest.mark.parametrize("why", ["0", "personalized", "forward", "loss"])
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("0", "client_samples=0"),
+        ("personalized", "PersonalizedEvaluation uses test samples"),
+        ("forward", "NotImplementedError"),
+        ("loss", "the module does not return class scores"),
+    ],
+)
 def test_where_nothing_can_be_measured_the_reason_is_noted(
-    fit, data, tmp_path, foreign, linear, why
+    train, data, tmp_path, foreign, linear, why, words
 ):
-    module, callbacks, options, most = ClientModule(nn.Linear(6, 3)).double(), [], {}, 200
-    if why == "0":
-        most = 0
-    elif why == "personalized":
-        callbacks, options = [PersonalizedEvaluation()], {"local_test_size": 0.2}
+    module, callbacks, federated = None, [RunReport(0 if why == "0" else 200)], data()
+    if why == "personalized":
+        callbacks, federated = [RunReport(), PersonalizedEvaluation()], data(local_test_size=0.2)
     elif why == "forward":
         module = foreign()  # a module without forward
-    else:  # least squares: one output
+    elif why == "loss":  # least squares: one output
         module = linear(features=6)
         module.forward = lambda x: module.net(x)
-    measured(fit, data, module, FederatedLoop(buffers="average"), *callbacks, most=most, **options)
-    words = {
-        "0": "client_samples=0",
-        "personalized": "PersonalizedEvaluation uses test samples",
-        "forward": "NotImplementedError",
-        "loss": "the module does not return class scores",
-    }[why]
+    loop = FederatedLoop(buffers="average")
+    train(*callbacks, module=module, loop=loop, datamodule=federated, rounds=3)
     assert words in environment(tmp_path)["no train_acc"]
     assert "train_acc" not in clients(tmp_path)[0]
 

@@ -1,5 +1,6 @@
 """Evaluation of the server model on clients that never train."""
 
+import copy
 import csv
 import json
 from dataclasses import replace
@@ -9,14 +10,11 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from by_hand import descended
+from keeping import keep, resume
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import ClusteredFL, FedAvg, FedDyn, Gossip
-from lightning_fl.callbacks import (
-    FederatedLoop,
-    PersonalizedEvaluation,
-    RoundCheckpoint,
-    RunReport,
-)
+from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RunReport
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Ditto, FedLC
 from lightning_fl.partition import Dirichlet
@@ -37,19 +35,6 @@ def data(blobs):
     return make
 
 
-@pytest.fixture
-def train(fit, data):
-    def run(callback, datamodule=None, loop=None, terms=(), net=None, rounds=2, **options):
-        torch.manual_seed(0)
-        module = ClientModule(net or nn.Linear(6, 3), terms).double()
-        loop = loop or FederatedLoop(policy=Schedule(lr=0.5, num_steps=2), seed=0)
-        callbacks = [callback, *options.pop("callbacks", [])]
-        fit(module, loop, datamodule or data(), rounds=rounds, callbacks=callbacks, **options)
-        return module, loop
-
-    return run
-
-
 def unseen(callback):
     return [row for row in callback.rows if "unseen" in row]
 
@@ -61,26 +46,20 @@ def accuracy(module, x, y):
 def test_the_scores_by_hand(train, data):
     """The server model, and after one full-batch step of SGD, on samples that nobody trains on."""
     federation, callback = data(batch_size=None), PersonalizedEvaluation(steps=1)
-    module, loop = train(callback, federation)
+    module, loop, _ = train(callback, datamodule=federation)
     rows = unseen(callback)
     assert [row["client"] for row in rows] == [3, 4]
-    net, server = module.net, {k: v.clone() for k, v in module.net.state_dict().items()}
     wanted = []
     for row, part, test in zip(
         rows, federation.unseen_parts, federation.local_tests[3:], strict=True
     ):
-        x, y = federation.train.fetch(part)
-        test_x, test_y = federation.train.fetch(test)
-        before = accuracy(net, test_x, test_y)
-        net.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter -= 0.5 * parameter.grad
-        wanted.append((before, accuracy(net, test_x, test_y)))
+        personal = copy.deepcopy(module)
+        server = module.net.state_dict()
+        personal.net.load_state_dict(descended(server, federation.train.fetch(part), 1, 0.5))
+        of_client = federation.train.fetch(test)
+        wanted.append((accuracy(module, *of_client), accuracy(personal, *of_client)))
         assert (row["train_samples"], row["test_samples"]) == (len(part), len(test))
         assert (row["server"], row["personal"]) == pytest.approx(wanted[-1])
-        net.load_state_dict(server)
     last = loop.rows[-1]
     assert last["unseen_server/mean"] == pytest.approx((wanted[0][0] + wanted[1][0]) / 2)
     assert last["unseen_personal/worst"] == pytest.approx(min(after for _, after in wanted))
@@ -99,7 +78,9 @@ def test_training_is_that_of_a_federation_without_them(train, data):
     def trained(datamodule):
         rule = FedDyn(alpha=0.1)
         loop = FederatedLoop(rule, Schedule(lr=0.1), seed=3, client_fraction=0.7)
-        module, loop = train(RunReport(0), datamodule, loop, [FedLC(0.5)], rounds=3)
+        torch.manual_seed(0)
+        module = ClientModule(nn.Linear(6, 3), [FedLC(0.5)]).double()
+        train(RunReport(0), module=module, datamodule=datamodule, loop=loop, rounds=3)
         return torch.cat([p.detach().flatten() for p in module.parameters()]), loop
 
     (with_them, loop), (without, _) = trained(data()), trained(alone)
@@ -114,9 +95,10 @@ def test_training_is_that_of_a_federation_without_them(train, data):
 def test_they_start_from_the_model_of_the_server(train, data, rule, local):
     """Tensors that stay with clients have their initial values, which the module keeps."""
     federation, callback = data(), PersonalizedEvaluation(steps=0)
-    net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    torch.manual_seed(0)
+    module = ClientModule(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))).double()
     loop = FederatedLoop(rule(), Schedule(lr=0.5), seed=0, local_parameters=local)
-    module, _ = train(callback, federation, loop, net=net)
+    train(callback, datamodule=federation, loop=loop, module=module)
     for row in unseen(callback):
         x, y = federation.train.fetch(federation.local_tests[int(row["client"])])
         assert row["server"] == pytest.approx(accuracy(module, x, y))
@@ -126,32 +108,29 @@ def test_they_start_from_the_model_of_the_server(train, data, rule, local):
 def test_every_kind_of_model_and_a_policy_that_knows_its_clients(train, data):
     policy = PersonalizedPolicyGradient([{"lr": 0.1, "num_steps": 2}, {"lr": 0.3, "num_steps": 4}])
     callback = PersonalizedEvaluation(steps=2, local_steps=9)
-    train(callback, data(val_size=20), FederatedLoop(policy=policy, seed=0), [Ditto(0.1)])
+    torch.manual_seed(0)
+    module, loop = ClientModule(nn.Linear(6, 3), [Ditto(0.1)]), FederatedLoop(policy=policy, seed=0)
+    train(callback, datamodule=data(val_size=20), loop=loop, module=module.double())
     assert [row.keys() for row in unseen(callback)] == 2 * [
         {"client", "train_samples", "test_samples", "unseen", "server", "kept", "personal", "local"}
     ]
 
 
 def test_a_resume_with_other_unseen_clients_is_refused(train, data, tmp_path):
-    checkpoint = tmp_path / "last.ckpt"
-    options = {"callbacks": [RoundCheckpoint(tmp_path)], "enable_checkpointing": True}
-
-    def run(rounds, **split):
+    def resumed(**split):
         callback = PersonalizedEvaluation(steps=1)
-        options["callbacks"] = [RoundCheckpoint(tmp_path)]
-        resumed = {"ckpt_path": checkpoint} if rounds > 1 else {}
-        module, _ = train(callback, data(**split), rounds=rounds, **options, **resumed)
+        module, *_ = train(callback, datamodule=data(**split), **resume(tmp_path))
         return module, callback.rows
 
-    run(1)
+    train(PersonalizedEvaluation(steps=1), rounds=1, **keep(tmp_path))
     with pytest.raises(FederationError, match="its num_clients is"):
-        run(2, unseen=0.2)
+        resumed(unseen=0.2)
     with pytest.raises(FederationError, match="split of the data over clients"):
-        run(2, unseen=["0", "1"])
-    resumed, rows = run(2)
+        resumed(unseen=["0", "1"])
+    again, rows = resumed()
     whole = PersonalizedEvaluation(steps=1)
-    module, _ = train(whole, rounds=2)
-    assert torch.equal(module.net.weight, resumed.net.weight)
+    module, *_ = train(whole)
+    assert torch.equal(module.net.weight, again.net.weight)
     assert rows == whole.rows
 
 

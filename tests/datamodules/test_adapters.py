@@ -16,8 +16,8 @@ from lightning_fl.report.run import read_run
 N = 40
 
 
-def numbers(seed=0, n=N):
-    x = np.random.default_rng(seed).normal(size=(n, 4)).astype(np.float32)
+def numbers(seed=0):
+    x = np.random.default_rng(seed).normal(size=(N, 4)).astype(np.float32)
     return x, (x[:, 0] > 0).astype(np.int64)
 
 
@@ -48,15 +48,9 @@ class Hospital(Dataset):
 
 
 def saved(folder):
-    datasets = pytest.importorskip("datasets", reason='needs pip install ".[hf]"')
-    x, y = numbers()
-    columns = {"x": x.tolist(), "label": y.tolist(), "site": [f"s{i % 5}" for i in range(N)]}
-    features = datasets.Features(
-        x=datasets.List(datasets.Value("float32")),
-        label=datasets.ClassLabel(num_classes=2),
-        site=datasets.Value("string"),
-    )
-    datasets.Dataset.from_dict(columns, features=features).save_to_disk(folder / "saved")
+    import hf_rows  # needs an extra
+
+    hf_rows.numbers([f"s{i % 5}" for i in range(N)]).save_to_disk(folder / "saved")
     return {"dataset": str(folder / "saved"), "input": "x", "partition_by": "site"}
 
 

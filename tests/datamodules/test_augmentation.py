@@ -26,12 +26,8 @@ class Augmented(FederatedDataModule):
 
 def test_a_batch_is_cropped_and_flipped_by_the_numbers_of_its_client(tmp_path):
     cifar_layout(tmp_path)
-    data, plain = (
-        CIFAR10(str(tmp_path), num_clients=2, batch_size=3, val_size=0, augment=augment)
-        for augment in (True, False)
-    )
-    for each in (data, plain):
-        each.setup("fit")
+    options = {"root": str(tmp_path), "num_clients": 2, "batch_size": 3, "val_size": 0}
+    data, plain = (fitted(CIFAR10(augment=augment, **options)) for augment in (True, False))
     augmented, original = batches(data, seed=5, round=2), batches(plain, seed=5, round=2)
     client, moved = -1, 0
     steps = data.batches_per_epoch.tolist()
@@ -53,8 +49,8 @@ def test_a_batch_is_cropped_and_flipped_by_the_numbers_of_its_client(tmp_path):
     assert moved > 10
 
 
-def digits_of(seed):
-    return fitted(Digits(num_clients=4, batch_size=9, seed=seed, augment=True))
+def digits(augment=True):
+    return fitted(Digits(num_clients=4, batch_size=9, seed=1, augment=augment))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -73,8 +69,7 @@ def test_a_data_module_of_a_user_gets_numbers_that_depend_on_the_seed_alone(num_
 
 
 def test_evaluation_is_not_augmented():
-    augmented, plain = digits_of(1), Digits(num_clients=4, batch_size=9, seed=1)
-    plain.setup("fit")
+    augmented, plain = digits(), digits(augment=False)
     for data in (augmented, plain):
         data.setup("test")
     for loader in ("val_dataloader", "test_dataloader", "predict_dataloader"):
@@ -87,7 +82,7 @@ def test_evaluation_is_not_augmented():
 
 
 def test_the_centralized_baseline_is_augmented():
-    data = digits_of(1)
+    data = digits()
     draws = [batch[-1].numbers for batch in data.train_dataloader()]
     assert {len(numbers) for numbers in draws} <= {9, 1294 % 9}
     assert len(torch.cat(draws).unique(dim=0)) == 1294

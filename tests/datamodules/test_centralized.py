@@ -5,16 +5,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule
-from numbered import Watch, held, joined, numbered
+from numbered import Watch, federated, held, joined, numbered
 
 
 def test_without_a_loop_it_is_centralised_training_shuffled_anew_each_epoch(trainer):
     module, again = Watch(), Watch()
     for each in (module, again):
-        data = FederatedDataModule(
-            numbered(), num_clients=4, batch_size=16, val_size=6, eval_batch_size=4
-        )
+        data = federated(batch_size=16, val_size=6, eval_batch_size=4)
         trainer(False, 3, log_every_n_steps=1).fit(each, datamodule=data)
     assert module.train_batches == again.train_batches
     epochs = module.epochs()
@@ -37,7 +34,7 @@ def test_without_a_loop_it_is_centralised_training_shuffled_anew_each_epoch(trai
 )
 def test_options_of_batches_hold_for_centralised_training(trainer, options, sizes):
     module = Watch()
-    data = FederatedDataModule(numbered(), numbered(3), num_clients=4, **options)
+    data = federated(val=numbered(3), **options)
     trainer(False, 2, log_every_n_steps=1).fit(module, datamodule=data)
     for epoch in module.epochs():
         assert [len(b) for b in epoch] == sizes
@@ -45,7 +42,7 @@ def test_options_of_batches_hold_for_centralised_training(trainer, options, size
 
 
 def test_after_a_federation_it_is_centralised_again(trainer):
-    data = FederatedDataModule(numbered(), numbered(3), num_clients=4, batch_size=16)
+    data = federated(val=numbered(3), batch_size=16)
     trainer(FederatedLoop(), 1).fit(Watch(), datamodule=data)
     assert data.plan is None
     module = Watch()
@@ -58,13 +55,10 @@ def test_after_a_federation_it_is_centralised_again(trainer):
 def test_a_resumed_run_has_the_batches_of_an_uninterrupted_one(trainer, tmp_path, num_workers):
     def batches(epochs, callbacks=(), ckpt_path=None):
         module = Watch()
-        data = FederatedDataModule(
-            numbered(), numbered(3), num_clients=4, batch_size=20, num_workers=num_workers
-        )
+        data = federated(val=numbered(3), batch_size=20, num_workers=num_workers)
         options = {"enable_checkpointing": bool(callbacks), "log_every_n_steps": 1}
-        trainer(False, epochs, callbacks, **options).fit(
-            module, datamodule=data, ckpt_path=ckpt_path
-        )
+        made = trainer(False, epochs, callbacks, **options)
+        made.fit(module, datamodule=data, ckpt_path=ckpt_path)
         return module.train_batches
 
     saves = {

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lightning_fl.datamodules import FederatedDataModule, FromClients
+from lightning_fl.datamodules import FederatedDataModule, FromClients, FromDataModule
 from lightning_fl.partition import ByLabel, Natural
 from lightning_fl.types import FederationError
-from numbered import fitted
+from numbered import federated, fitted
 
 
 class Folder(Dataset):
@@ -50,13 +50,21 @@ def test_test_sets_of_clients_are_compared_by_name():
     assert [picture(["cat", "dog"][label]) for label in y.tolist()] == x[:, 0].tolist()
 
 
-@pytest.mark.parametrize("part", ["val", "test"])
-def test_samples_for_validation_and_test_are_compared(part):
-    other = Subset(Folder("dog", "cat"), range(6))
-    data = FederatedDataModule(Folder("cat", "dog"), num_clients=2, **{part: other})
-    with pytest.raises(FederationError, match=f"the labels of {part} are the classes"):
-        data.setup("fit")
-    data = FromClients({"a": Folder("cat", "dog")}, **{part: other})
+TRAIN, OTHER = Folder("cat", "dog"), Subset(Folder("dog", "cat"), range(6))
+
+
+@pytest.mark.parametrize(
+    ("part", "data"),
+    [
+        ("val", FederatedDataModule(TRAIN, OTHER, num_clients=2)),
+        ("val", FederatedDataModule(TRAIN, (TRAIN, OTHER), num_clients=2)),
+        ("test", FederatedDataModule(TRAIN, test=OTHER, num_clients=2)),
+        ("val", FromClients({"a": TRAIN}, val=OTHER)),
+        ("test", FromClients({"a": TRAIN}, test=OTHER)),
+        ("val", FromDataModule(LightningDataModule.from_datasets(TRAIN, OTHER), num_clients=2)),
+    ],
+)
+def test_samples_for_validation_and_test_are_compared(part, data):
     with pytest.raises(FederationError, match=f"the labels of {part} are the classes"):
         data.setup("fit")
 
@@ -88,22 +96,11 @@ def test_classes_map_labels_by_name():
 def test_mapped_data_sets_keep_their_keys_and_their_labels():
     train = Folder("dog", "cat", each=2)
     train.keys = ["u", "v", "v", "u"]
-    data = fitted(
-        FederatedDataModule(
-            train, partition=Natural(), num_clients=None, val_size=0, classes=["cat", "dog"]
-        )
-    )
+    data = federated(train, partition=Natural(), num_clients=None, classes=["cat", "dog"])
     assert data.client_names == ["u", "v"]
     assert data.class_labels.tolist() == [1, 1, 0, 0]
-    data = fitted(
-        FederatedDataModule(
-            Folder("dog", "cat"),
-            partition=ByLabel(),
-            num_clients=2,
-            val_size=0,
-            classes=["cat", "dog"],
-        )
-    )
+    options = {"partition": ByLabel(), "num_clients": 2, "classes": ["cat", "dog"]}
+    data = federated(Folder("dog", "cat"), **options)
     assert [data.train[int(part[0])][1] for part in data.parts] == [0, 1]
 
 
@@ -140,15 +137,3 @@ def transformed():
 def test_orders_that_agree_or_are_unknown_are_accepted(other):
     data = fitted(FromClients({"a": Folder("cat", "dog"), "b": other}, val_size=0))
     assert len(data.train) == 8 + len(other)
-
-
-def test_loaders_of_a_data_module_are_compared():
-    class Loaders(LightningDataModule):
-        def train_dataloader(self):
-            return DataLoader(Folder("cat", "dog"), batch_size=2)
-
-        def val_dataloader(self):
-            return DataLoader(Folder("dog", "cat"), batch_size=2)
-
-    with pytest.raises(FederationError, match="the labels of val are the classes"):
-        FederatedDataModule.from_datamodule(Loaders(), num_clients=2).setup("fit")

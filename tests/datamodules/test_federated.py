@@ -10,7 +10,6 @@ from torchvision.transforms.functional import pil_to_tensor
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, InMemory
-from lightning_fl.partition import IID
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 from numbered import Dicts, Lists, Watch, federated, lists, numbered, numbers
@@ -147,13 +146,10 @@ def test_samples_of_unknown_size_train(fit, blobs, kind, features, group_size):
     samples = [(kind(x), y) for x, y in blobs()]
 
     def collate(batch):
-        return torch.stack([features(x).flatten().double() for x, _ in batch]), torch.stack(
-            [y for _, y in batch]
-        )
+        x, y = zip(*batch, strict=True)
+        return torch.stack([features(each).flatten().double() for each in x]), torch.stack(y)
 
-    data = FederatedDataModule(
-        samples, partition=IID(), num_clients=4, labels=[0] * len(samples), collate_fn=collate
-    )
+    data = federated(samples, val_size=12, labels=[0] * len(samples), collate_fn=collate)
     module = ClientModule(torch.nn.Linear(6, 3)).double()
     user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
     loop = fit(user, FederatedLoop(policy=Schedule(num_steps=2)), data, rounds=1)

@@ -37,11 +37,8 @@ def numbers_of(data, client):
 
 @pytest.mark.parametrize("kind", [tensors, lambda n, first=0: Listed(range(first, first + n))])
 def test_each_data_set_is_a_client_in_the_given_order(kind):
-    data = fitted(
-        FederatedDataModule.from_clients(
-            {"south": kind(3, 10), "north": kind(2, 20)}, val=kind(1), batch_size=2
-        )
-    )
+    clients = {"south": kind(3, 10), "north": kind(2, 20)}
+    data = fitted(FederatedDataModule.from_clients(clients, val=kind(1), batch_size=2))
     assert data.client_names == ["south", "north"]
     assert [numbers_of(data, client) for client in (0, 1)] == [[10, 11, 12], [20, 21]]
     assert data.class_counts.tolist() == [[2, 1], [1, 1]]

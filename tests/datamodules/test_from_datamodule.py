@@ -28,6 +28,19 @@ from numbered import fitted
 from tutorial import Net, trainer
 
 
+@pytest.fixture
+def fit(tmp_path):
+    """Federate a data module; returns the Trainer."""
+
+    def run(mine, rounds=1, module=None, logger=False, **options):
+        made = trainer(tmp_path, FederatedLoop(seed=0), rounds=rounds, logger=logger)
+        data = mine if isinstance(mine, FromDataModule) else FromDataModule(mine, num_clients=4)
+        made.fit(Net() if module is None else module, datamodule=data, **options)
+        return made
+
+    return run
+
+
 class Mine(LightningDataModule):
     """A data module as tutorials write them."""
 
@@ -65,11 +78,10 @@ class Mine(LightningDataModule):
         self.calls.append("end of " + stage)
 
 
-def test_it_federates_in_one_line(tmp_path):
-    mine = Mine()
+def test_it_federates_in_one_line(fit):
+    mine, module = Mine(), Net()
     data = FederatedDataModule.from_datamodule(mine, IID(), num_clients=4)
-    made, module = trainer(tmp_path, FederatedLoop(seed=0), rounds=5), Net()
-    made.fit(module, datamodule=data)
+    made = fit(data, 5, module)
     assert float(made.callback_metrics["val_acc"]) > 0.7
     assert mine.trainer is made
     assert data.batch_size == 5
@@ -107,31 +119,22 @@ def test_loaders_of_one_data_set_have_their_own_collate_fn():
     def marked(sign):
         return lambda samples: (default_collate([x for x, _ in samples]), torch.tensor(sign))
 
-    class OneSet(LightningDataModule):
-        samples = [(torch.zeros(4), 0)] * 12
-
-        def train_dataloader(self):
-            return DataLoader(self.samples, batch_size=3, collate_fn=marked(1))
-
-        def val_dataloader(self):
-            return DataLoader(self.samples, batch_size=3, collate_fn=marked(2))
-
-        def test_dataloader(self):
-            return DataLoader(self.samples, batch_size=3, collate_fn=marked(3))
-
-    data = fitted(FromDataModule(OneSet(), num_clients=2))
+    mine, samples = LightningDataModule(), [(torch.zeros(4), 0)] * 12
+    for sign, kind in enumerate(("train", "val", "test")):
+        loader = DataLoader(samples, batch_size=3, collate_fn=marked(sign))
+        setattr(mine, f"{kind}_dataloader", lambda loader=loader: loader)
+    data = fitted(FromDataModule(mine, num_clients=2))
     data.setup("test")
-    assert {int(sign) for _, sign in data.samples_of(0)} == {1}
-    assert {int(sign) for _, sign in data.train_dataloader()} == {1}
-    assert {int(sign) for _, sign in data.val_dataloader()} == {2}
-    assert {int(sign) for _, sign in data.test_dataloader()} == {3}
+    assert {int(sign) for _, sign in data.samples_of(0)} == {0}
+    assert {int(sign) for _, sign in data.train_dataloader()} == {0}
+    assert {int(sign) for _, sign in data.val_dataloader()} == {1}
+    assert {int(sign) for _, sign in data.test_dataloader()} == {2}
 
 
 def test_samples_are_held_out_without_a_validation_loader():
-    class NoVal(Mine):
-        val_dataloader = LightningDataModule.val_dataloader
-
-    data = fitted(FromDataModule(NoVal(), num_clients=4, val_size=10))
+    mine = Mine()
+    mine.val_dataloader = lambda: None
+    data = fitted(FromDataModule(mine, num_clients=4, val_size=10))
     assert (len(data.val), int(data.num_samples.sum())) == (10, 40)
     assert [len(y) for _, y in data.val_dataloader()] == [5, 5]  # as in the training loader
     assert [len(y) for _, y in data.samples_of(0)] == [5, 5]
@@ -139,7 +142,7 @@ def test_samples_are_held_out_without_a_validation_loader():
     assert [len(y) for _, y in data.test_dataloader()] == [3, 3, 3, 3]
 
 
-def test_hooks_of_transfers_are_those_of_the_data_module(tmp_path):
+def test_hooks_of_transfers_are_those_of_the_data_module(fit):
     class Doubling(Mine):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             self.calls.append("transfer")
@@ -148,13 +151,13 @@ def test_hooks_of_transfers_are_those_of_the_data_module(tmp_path):
     mine = Doubling()
     data = fitted(FromDataModule(mine, num_clients=4))
     assert not data.has_samples_in_front  # the hook may change whole batches
-    trainer(tmp_path, FederatedLoop(seed=0), rounds=1).fit(Net(), datamodule=data)
+    fit(data)
     assert mine.calls.count("transfer") >= 12
     plain = fitted(FromDataModule(Mine(), num_clients=4))
     assert plain.has_samples_in_front
 
 
-def test_its_state_is_in_checkpoints(tmp_path):
+def test_its_state_is_in_checkpoints(fit, tmp_path):
     class Stateful(Mine):
         def state_dict(self):
             return {"seen": 7}
@@ -162,14 +165,9 @@ def test_its_state_is_in_checkpoints(tmp_path):
         def load_state_dict(self, state):
             self.seen = state["seen"]
 
-    made = trainer(tmp_path, FederatedLoop(seed=0), rounds=1)
-    made.fit(Net(), datamodule=FromDataModule(Stateful(), num_clients=4))
-    made.save_checkpoint(tmp_path / "one.ckpt")
+    fit(Stateful()).save_checkpoint(tmp_path / "one.ckpt")
     mine = Stateful()
-    again = trainer(tmp_path, FederatedLoop(seed=0), rounds=2)
-    again.fit(
-        Net(), datamodule=FromDataModule(mine, num_clients=4), ckpt_path=tmp_path / "one.ckpt"
-    )
+    fit(mine, 2, ckpt_path=tmp_path / "one.ckpt")
     assert mine.seen == 7
 
 
@@ -203,23 +201,17 @@ class Scaled(DataLoader):
     ],
 )
 def test_loaders_whose_meaning_would_change_are_refused(loader, match):
-    class Special(Mine):
-        def train_dataloader(self):
-            return loader(self.train)
-
+    mine = Mine()
+    mine.train_dataloader = lambda: loader(mine.train)
     with pytest.raises(FederationError, match=match):
-        FromDataModule(Special()).setup("fit")
+        FromDataModule(mine).setup("fit")
 
 
 @pytest.mark.parametrize("absent", [None, []])
 def test_loaders_that_are_absent_give_no_samples(absent):
-    class Special(Mine):
-        def val_dataloader(self):
-            return absent
-
-        test_dataloader = val_dataloader
-
-    data = fitted(FromDataModule(Special(), val_size=0))
+    mine = Mine()
+    mine.val_dataloader = mine.test_dataloader = lambda: absent
+    data = fitted(FromDataModule(mine, val_size=0))
     data.setup("test")
     assert data.val is data.test is None
 
@@ -251,17 +243,14 @@ class Opening(LightningDataModule):
 
 
 @pytest.mark.parametrize("has_val", [True, False])
-def test_what_a_teardown_releases_is_set_up_again(tmp_path, has_val):
-    class Mine(Opening):
-        def val_dataloader(self):
-            return DataLoader(self.data, batch_size=4) if has_val else []
-
-    data, module = FromDataModule(Mine(), num_clients=4), Net()
-    made = trainer(tmp_path, FederatedLoop(seed=0), rounds=1)
-    made.fit(module, datamodule=data)
+def test_what_a_teardown_releases_is_set_up_again(fit, has_val):
+    mine = Opening()
+    mine.val_dataloader = lambda: DataLoader(mine.data, batch_size=4) if has_val else []
+    data, module = FromDataModule(mine, num_clients=4), Net()
+    made = fit(data, module=module)
     split = [part.tolist() for part in data.parts]
     made.validate(module, datamodule=data, verbose=False)
-    trainer(tmp_path, FederatedLoop(seed=0), rounds=1).fit(module, datamodule=data)
+    fit(data, module=module)
     assert [part.tolist() for part in data.parts] == split
 
 
@@ -279,15 +268,13 @@ def test_samples_after_a_teardown_are_split_again():
         data.teardown("fit")
 
 
-def test_hyperparameters_are_those_of_the_data_module(tmp_path):
+def test_hyperparameters_are_those_of_the_data_module(fit, tmp_path):
     class Saving(Mine):
         def __init__(self, augment=True):
             super().__init__()
             self.save_hyperparameters()
 
-    made = trainer(tmp_path, FederatedLoop(seed=0), rounds=1)
-    made.logger = CSVLogger(tmp_path)
-    made.fit(Net(), datamodule=FromDataModule(Saving(False), num_clients=4))
+    made = fit(Saving(False), logger=CSVLogger(tmp_path))
     assert "augment: false" in Path(made.logger.log_dir, "hparams.yaml").read_text()
     made.save_checkpoint(tmp_path / "one.ckpt")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=True)
@@ -305,44 +292,26 @@ def test_a_random_sampler_with_replacement_needs_the_option():
 
 def test_what_is_no_data_module_is_refused():
     for wrong in (TensorDataset(torch.zeros(3)), FederatedDataModule()):
-        with pytest.raises(
-            FederationError, match=f"that is not a .*, got '{type(wrong).__name__}'"
-        ):
+        words = f"that is not a .*, got '{type(wrong).__name__}'"
+        with pytest.raises(FederationError, match=words):
             FromDataModule(wrong)
     for option in ("val", "eval_batch_size", "drop_last", "collate_fn"):
         with pytest.raises(TypeError, match=option):
             FromDataModule(Mine(), **{option: None})
 
 
-class Unseeded(LightningDataModule):
+class Unseeded(Mine):
     """Draws another split in each setup, as random_split does without a generator."""
 
-    def __init__(self, samples):
-        super().__init__()
-        self.samples = samples
-
     def setup(self, stage):
-        self.train, self.val = random_split(self.samples, [50, 10])
-
-    def train_dataloader(self):
-        return DataLoader(self.train, batch_size=5)
-
-    def val_dataloader(self):
-        return DataLoader(self.val, batch_size=5)
-
-    def teardown(self, stage):
-        del self.train, self.val
+        super().setup(stage)
+        self.train, self.val = random_split(self.train.dataset, [50, 10])
 
 
-def test_a_run_that_resumes_with_another_split_of_the_samples_is_warned(tmp_path):
-    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
-    samples = TensorDataset(x, (x[:, 0] > 0).long())
-
+def test_a_run_that_resumes_with_another_split_of_the_samples_is_warned(fit, tmp_path):
     def run(seed, rounds, **options):
         torch.manual_seed(seed)
-        made = trainer(tmp_path, FederatedLoop(seed=0), rounds=rounds)
-        made.fit(Net(), datamodule=FromDataModule(Unseeded(samples), num_clients=4), **options)
-        return made
+        return fit(Unseeded(), rounds, **options)
 
     run(0, 1).save_checkpoint(tmp_path / "one.ckpt")
     run(0, 2, ckpt_path=tmp_path / "one.ckpt")  # the same split; warnings are errors
@@ -350,7 +319,7 @@ def test_a_run_that_resumes_with_another_split_of_the_samples_is_warned(tmp_path
         run(1, 2, ckpt_path=tmp_path / "one.ckpt")
 
 
-def test_a_module_finds_what_it_reads_from_its_data_module(tmp_path):
+def test_a_module_finds_what_it_reads_from_its_data_module(fit):
     class Normalized(Mine):
         mean = 0.5
 
@@ -365,7 +334,7 @@ def test_a_module_finds_what_it_reads_from_its_data_module(tmp_path):
 
     module = Reading()
     data = FromDataModule(Normalized(), num_clients=4)
-    trainer(tmp_path, FederatedLoop(seed=0), rounds=1).fit(module, datamodule=data)
+    fit(data, module=module)
     assert module.found == (2, 0.5, 5, 4)
     with pytest.raises(AttributeError, match="'Normalized' object has no attribute 'std'"):
         _ = data.std
@@ -377,10 +346,8 @@ def start(worker):
 
 
 def test_loader_processes_are_started_as_those_of_the_loader():
-    class Starting(LightningDataModule):
-        def train_dataloader(self):
-            return DataLoader(Opened(0), batch_size=4, num_workers=1, worker_init_fn=start)
-
-    data = fitted(FromDataModule(Starting(), num_clients=4, num_workers=1, val_size=0))
+    mine, loader = LightningDataModule(), DataLoader(Opened(0), num_workers=1, worker_init_fn=start)
+    mine.train_dataloader = lambda: loader
+    data = fitted(FromDataModule(mine, num_clients=4, num_workers=1, val_size=0))
     x, _ = next(iter(data.train_dataloader()))
     assert x.unique().tolist() == [3]

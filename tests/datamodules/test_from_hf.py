@@ -8,55 +8,35 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
+import hf_rows
+from hf_rows import datasets, femnist, table
 from lightning_fl.datamodules import FederatedDataModule, FromHuggingFace
 from lightning_fl.partition import ByLabel
 from lightning_fl.types import FederationError
 from numbered import fitted
 
-datasets = pytest.importorskip("datasets", reason='needs pip install ".[hf]"')
-
 WRITERS = [f"f{i % 7:04d}_14" for i in range(60)]
 
 
-def images(n=60, mode="L"):
-    """Columns and types of FEMNIST as LEAF's on the hub."""
-    random = np.random.default_rng(0)
-    shape = (8, 6) if mode == "L" else (8, 6, 3)
-    pixels = [random.integers(0, 256, shape, dtype=np.uint8) for _ in range(n)]
-    columns = {
-        "image": [Image.fromarray(each) for each in pixels],
-        "writer_id": WRITERS[:n],
-        "hsf_id": [0] * n,
-        "character": [i % 5 for i in range(n)],
-    }
-    features = datasets.Features(
-        image=datasets.Image(),
-        writer_id=datasets.Value("string"),
-        hsf_id=datasets.Value("int64"),
-        character=datasets.ClassLabel(names=[str(i) for i in range(5)]),
-    )
-    return datasets.Dataset.from_dict(columns, features=features), pixels
+def images():
+    """Rows of FEMNIST, and their pixels."""
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 8, 6), dtype=np.uint8)
+    return femnist([Image.fromarray(each) for each in pixels], WRITERS, 5), pixels
 
 
 def numbers(n=60):
-    """A table of numbers."""
-    x = np.random.default_rng(0).normal(size=(n, 4)).astype(np.float32)
-    columns = {"x": x.tolist(), "label": (x[:, 0] > 0).astype(int).tolist(), "site": WRITERS[:n]}
-    features = datasets.Features(
-        x=datasets.List(datasets.Value("float32")),
-        label=datasets.Value("int64"),
-        site=datasets.Value("string"),
-    )
-    return datasets.Dataset.from_dict(columns, features=features)
+    return hf_rows.numbers(WRITERS[:n])
+
+
+def split(rows, **options):
+    """Clients of the rows of :func:`numbers`."""
+    return fitted(FromHuggingFace(rows, **{"input": "x", "val_size": 0} | options))
 
 
 def test_images_by_writer():
     given, pixels = images()
-    data = fitted(
-        FederatedDataModule.from_hf(
-            given, label="character", partition_by="writer_id", val_size=0, batch_size=4
-        )
-    )
+    options = {"label": "character", "partition_by": "writer_id", "val_size": 0}
+    data = fitted(FederatedDataModule.from_hf(given, **options))
     assert data.client_names == sorted(set(WRITERS))
     assert data.num_samples.tolist() == [WRITERS.count(name) for name in sorted(set(WRITERS))]
     x, y = data.train[9]
@@ -69,9 +49,7 @@ def test_images_by_writer():
 
 def pictures(*given):
     """Rows with these images."""
-    columns = {"image": given, "label": [0] * len(given)}
-    features = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
-    return datasets.Dataset.from_dict(columns, features=features)
+    return table(image=(given, datasets.Image()), label=([0] * len(given), "int64"))
 
 
 RED = Image.new("RGB", (4, 3), (255, 0, 0))
@@ -90,8 +68,7 @@ def test_images_of_other_modes_need_a_transform(mode):
 @pytest.mark.parametrize("transform", [None, np.array])
 def test_a_mask_needs_a_label_transform(transform):
     classes = Image.fromarray(np.array([[0, 1, 2], [2, 1, 0]], dtype=np.uint8))
-    kinds = datasets.Features(image=datasets.Image(), mask=datasets.Image())
-    rows = datasets.Dataset.from_dict({"image": [RED], "mask": [classes]}, features=kinds)
+    rows = table(image=([RED], datasets.Image()), mask=([classes], datasets.Image()))
     options = {"label": "mask", "transform": transform, "num_clients": 1, "val_size": 0}
     data = fitted(FromHuggingFace(rows, **options))
     with pytest.raises(TypeError, match="PIL"):
@@ -110,16 +87,12 @@ def test_rows_can_be_sent_to_loader_processes():
 @pytest.mark.parametrize("transform", [None, torch.tensor])
 def test_labels_of_the_split_are_those_of_the_samples(transform):
     rows = numbers().remove_columns("label").add_column("label", ["cat", "dog", "cow"] * 20)
-    data = fitted(
-        FromHuggingFace(
-            rows,
-            input="x",
-            transform=transform,
-            label_transform={"cow": 0, "dog": 1, "cat": 2}.__getitem__,  # of texts, not of tensors
-            partition=ByLabel(),
-            num_clients=3,
-            val_size=0,
-        )
+    data = split(
+        rows,
+        transform=transform,
+        label_transform={"cow": 0, "dog": 1, "cat": 2}.__getitem__,  # of texts, not of tensors
+        partition=ByLabel(),
+        num_clients=3,
     )
     for client, part in enumerate(data.parts):
         assert {data.train[i][1] for i in part.tolist()} == {client}
@@ -130,18 +103,18 @@ def test_labels_of_the_split_are_those_of_the_samples(transform):
 @pytest.mark.parametrize("label", [[1.0, 0.0], 0.5])
 def test_a_label_is_the_same_with_a_transform_of_the_input(transform, label):
     rows = numbers().remove_columns("label").add_column("label", [label] * 60)
-    data = fitted(FromHuggingFace(rows, input="x", transform=transform, num_clients=1, val_size=0))
+    data = split(rows, transform=transform, num_clients=1)
     y = next(data.samples_of(0))[1]
     assert y.dtype == torch.float32
     assert y.tolist() == [label] * 60
 
 
 def test_a_format_of_the_user_is_kept():
-    data = fitted(FromHuggingFace(numbers().with_format("numpy"), input="x", num_clients=3))
+    data = split(numbers().with_format("numpy"), num_clients=3)
     assert isinstance(data.train[0][0], np.ndarray)
     doubled = numbers()
     doubled.set_transform(lambda batch: {**batch, "x": [np.array(x) * 2 for x in batch["x"]]})
-    data = fitted(FromHuggingFace(doubled, input="x", num_clients=3))
+    data = split(doubled, num_clients=3, val_size=0)
     assert data.train[1][0].tolist() == pytest.approx([2 * x for x in numbers()[1]["x"]])
 
 
@@ -149,25 +122,21 @@ def test_a_transform_of_the_user_may_make_columns():
     rows = numbers().with_transform(
         lambda batch: {"values": [2 * torch.tensor(x) for x in batch["x"]], "y": batch["label"]}
     )
-    data = fitted(FromHuggingFace(rows, input="values", label="y", partition_by="site", val_size=0))
+    data = split(rows, input="values", label="y", partition_by="site")
     assert data.train[1][0].tolist() == pytest.approx([2 * x for x in numbers()[1]["x"]])
     assert data.class_labels is None
 
 
 def test_several_columns_are_a_dictionary():
     rows = numbers().rename_column("x", "input_ids").add_column("mask", [1] * 60)
-    data = fitted(FromHuggingFace(rows, input=["input_ids", "mask"], num_clients=3, batch_size=5))
-    batch = next(data.samples_of(0))
-    assert {name: tuple(value.shape) for name, value in batch.items()} == {
-        "input_ids": (18, 4),
-        "mask": (18,),
-        "label": (18,),
-    }
+    batch = next(split(rows, input=["input_ids", "mask"], num_clients=3).samples_of(0))
+    shapes = {name: tuple(value.shape) for name, value in batch.items()}
+    assert shapes == {"input_ids": (20, 4), "mask": (20,), "label": (20,)}
 
 
 def test_a_selection_keeps_its_own_order():
     rows = numbers().shuffle(seed=0).select(range(40))
-    data = fitted(FromHuggingFace(rows, input="x", partition_by="site", val_size=0))
+    data = split(rows, partition_by="site")
     for client, name in enumerate(data.client_names):
         expected = [row["label"] for row in rows if row["site"] == name]
         assert torch.cat([y for _, y in data.samples_of(client)]).tolist() == expected
@@ -177,7 +146,7 @@ def test_a_selection_keeps_its_own_order():
 def test_rows_of_the_server_need_no_client():
     val, test = numbers(5).remove_columns("site"), numbers(8).remove_columns("site")
     parts = datasets.DatasetDict(train=numbers(), validation=val, test=test)
-    data = fitted(FromHuggingFace(parts, input="x", partition_by="site"))
+    data = split(parts, partition_by="site")
     data.setup("test")
     assert (len(data.val), len(data.test), data.num_clients) == (5, 8, 7)
 
@@ -206,9 +175,7 @@ def test_memory_is_that_of_the_rows_that_are_read(tmp_path):
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
     del columns
     before = pa.total_allocated_bytes()
-    data = fitted(
-        FromHuggingFace(str(tmp_path / "saved"), input="x", partition_by="who", batch_size=20)
-    )
+    data = split(str(tmp_path / "saved"), partition_by="who", batch_size=20)
     next(data.samples_of(3))
     assert pa.total_allocated_bytes() - before < x.nbytes / 10
 
@@ -233,12 +200,9 @@ def test_streams_and_missing_data_are_refused(tmp_path):
         FromHuggingFace(datasets.DatasetDict(test=numbers()), input="x").setup("fit")
 
 
-def named(*classes, n=10):
-    features = datasets.Features(
-        x=datasets.Sequence(datasets.Value("float32")), label=datasets.ClassLabel(names=classes)
-    )
-    columns = {"x": [[float(i)] for i in range(n)], "label": [i % 2 for i in range(n)]}
-    return datasets.Dataset.from_dict(columns, features=features)
+def named(*classes):
+    labels = [i % 2 for i in range(10)]
+    return table(x=(labels, "float32"), label=(labels, datasets.ClassLabel(names=classes)))
 
 
 @pytest.mark.parametrize("part", ["validation", "test"])
@@ -256,13 +220,6 @@ def test_splits_with_classes_in_another_order_are_refused(part):
 
 def test_keys_that_are_numbers_are_in_their_order():
     rows = numbers().add_column("center", [(11 * i) % 3 + 9 for i in range(60)])
-    data = fitted(
-        FromHuggingFace(rows, input="x", label="label", partition_by="center", val_size=0)
-    )
-    assert data.client_names == ["9", "10", "11"]
-    data = fitted(
-        FromHuggingFace(
-            rows, input="x", label="label", partition_by="center", num_clients=2, val_size=0
-        )
-    )
+    assert split(rows, partition_by="center").client_names == ["9", "10", "11"]
+    data = split(rows, partition_by="center", num_clients=2)
     assert data.client_names == ["9 and 1 more", "10"]

@@ -78,18 +78,12 @@ def test_getitems_is_called_once_a_batch():
     assert len(batches(data)) == data.train.calls == 16
 
 
-class DrawsAlways(Dataset):
+class DrawsAlways(Lists):
     """Transforms that draw from all of the global generators."""
-
-    def __init__(self):
-        self.labels = (torch.arange(70) % 3).tolist()
-
-    def __len__(self):
-        return 70
 
     def __getitem__(self, i):
         noise = [random.random(), np.random.rand(), float(torch.rand(()))]
-        return torch.tensor([float(i), *noise]), self.labels[i]
+        return torch.tensor([float(i), *noise]), self.y[i]
 
 
 class Scaled(ClientModule):
@@ -107,7 +101,7 @@ def test_vectorized_a_client_has_the_random_samples_that_it_has_alone(fit, flat,
         module = Scaled(torch.nn.Linear(4, 3), optimizer=partial(torch.optim.SGD, lr=0.1)).double()
         user = module if group_size is None else VectorizedClients(module, group_size, False)
         loop = FederatedLoop(policy=Schedule(num_steps=5), seed=0)
-        fit(user, loop, FederatedDataModule(DrawsAlways(), **options), rounds=1)
+        fit(user, loop, FederatedDataModule(DrawsAlways(70), **options), rounds=1)
         found.append(flat(module))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
@@ -128,10 +122,8 @@ def drawn(data):
 
 
 def noisy(workers=0, round=0):
-    data = FederatedDataModule(
-        Noisy(), test=Noisy(9), num_clients=4, batch_size=4, val_size=9, num_workers=workers
-    )
-    data.setup()
+    data = federated(Noisy(), test=Noisy(9), batch_size=4, val_size=9, num_workers=workers)
+    data.setup("test")
     data.plan = lambda: plan(data, round=round)
     return data
 
@@ -275,24 +267,16 @@ def test_a_sample_that_cannot_be_read_is_named_with_its_client(
 
 
 def test_batches_of_validation_are_refused_too(data, blobs):
-    federation = fitted(
-        data(blobs(12), val=Corrupt(blobs(4), {0, 1, 2, 3}), collate_fn=drop_corrupt)
-    )
+    corrupt = Corrupt(blobs(4), {0, 1, 2, 3})
+    federation = fitted(data(blobs(12), val=corrupt, collate_fn=drop_corrupt))
     with pytest.raises(FederationError, match=r"for the samples \[0, 1, 2, 3\] of val, but"):
         list(federation.val_dataloader())
 
 
 def test_each_step_of_fine_tuning_draws_its_own_random_numbers():
-    class Noise(Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            return torch.rand(()), index
-
-    data = fitted(FederatedDataModule(Noise(), num_clients=1, batch_size=4, val_size=0, seed=0))
+    data = federated(Noisy(8), num_clients=1, batch_size=4)
     steps = data.steps_of(0, torch.Generator().manual_seed(0))
-    drawn = torch.cat([next(steps)[0] for _ in range(5)])
+    drawn = torch.cat([next(steps)[1] for _ in range(5)])
     assert len(drawn.unique()) == 20
 
 
@@ -312,11 +296,7 @@ class DrawsInWorkers(Dataset):
 
 def test_loader_processes_have_other_seeds_in_each_round_and_run_and_process():
     def first(seed=0, round=0, rank=0):
-        data = fitted(
-            FederatedDataModule(
-                DrawsInWorkers(), num_clients=3, val_size=6, num_workers=1, seed=seed, batch_size=6
-            )
-        )
+        data = federated(DrawsInWorkers(), num_clients=3, val_size=6, num_workers=1, seed=seed)
         steps = data.batches_per_epoch
         made = RoundPlan(seed, round, torch.arange(3), steps, rank=rank, world_size=3)
         data.plan = lambda: made
@@ -331,9 +311,7 @@ def test_loader_processes_have_other_seeds_in_each_round_and_run_and_process():
 
 def test_loader_processes_have_other_seeds_in_each_epoch_of_centralized_training():
     def drawn(epoch):
-        data = fitted(
-            FederatedDataModule(DrawsInWorkers(), num_clients=3, val_size=0, num_workers=1)
-        )
+        data = federated(DrawsInWorkers(), num_clients=3, num_workers=1)
         loader = data.train_dataloader()
         loader.sampler.trainer = SimpleNamespace(
             current_epoch=epoch, fit_loop=SimpleNamespace(is_resuming=False)
@@ -353,10 +331,8 @@ class TwoSizes(Lists):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_two_shapes_are_named_with_a_remedy(workers):
-    data = FederatedDataModule(
-        TwoSizes(), TwoSizes(), TwoSizes(), num_clients=4, num_workers=workers
-    )
-    data.setup()
+    data = federated(TwoSizes(), val=TwoSizes(), test=TwoSizes(), num_workers=workers)
+    data.setup("test")
     hint = r"collating the samples \[\d.*\] of {}: give them the same shape, or pass collate_fn"
     reads = {
         "val": lambda: list(data.val_dataloader()),
@@ -391,26 +367,19 @@ def processes(data, rounds=3):
 
 def test_loader_processes_may_stay_for_all_rounds():
     others = set(multiprocessing.active_children())
-    made = {
-        kept: federated(
-            InProcess(),
-            val_size=10,
-            batch_size=4,
-            eval_batch_size=5,
-            num_workers=2,
-            persistent_workers=kept,
-        )
-        for kept in (False, True)
-    }
-    (new, expected), (kept, found) = (processes(made[kept]) for kept in (False, True))
+    options = {"val_size": 10, "batch_size": 4, "eval_batch_size": 5, "num_workers": 2}
+    started, stays = (
+        federated(InProcess(), persistent_workers=kept, **options) for kept in (False, True)
+    )
+    (new, expected), (kept, found) = processes(started), processes(stays)
     assert found == expected
     assert (len(new), len(kept)) == (12, 4)
-    made[True].replace_samples(InProcess())  # others, which these processes do not have
-    assert not processes(made[True])[0] <= kept
-    made[True].restore_samples()
-    assert len(processes(made[True])[0] - kept) == 0
+    stays.replace_samples(InProcess())  # others, which these processes do not have
+    assert not processes(stays)[0] <= kept
+    stays.restore_samples()
+    assert len(processes(stays)[0] - kept) == 0
     assert len(set(multiprocessing.active_children()) - others) == 6
-    made[True].teardown("fit")
+    stays.teardown("fit")
     assert not set(multiprocessing.active_children()) - others
 
 

@@ -23,56 +23,36 @@ def image(*shape):
     return Image.fromarray(RANDOM.integers(0, 256, shape, dtype=np.uint8))
 
 
-def femnist(datasets):
-    columns = {
-        "image": [image(28, 28) for _ in range(N)],
-        "writer_id": USERS,
-        "hsf_id": [0] * N,
-        "character": [i % 62 for i in range(N)],
-    }
-    kinds = {
-        "image": datasets.Image(),
-        "writer_id": datasets.Value("string"),
-        "hsf_id": datasets.Value("int64"),
-        "character": datasets.ClassLabel(num_classes=62),
-    }
-    return columns, kinds
+def femnist(hf_rows):
+    return hf_rows.femnist([image(28, 28) for _ in range(N)], USERS, 62)
 
 
-def shakespeare(datasets):
+def shakespeare(hf_rows):
     text = "KING. Now is the winter of our discontent\nMade glorious summer " * 4
-    columns = {
-        "character_id": USERS,
-        "x": [text[i : i + 80] for i in range(N)],
-        "y": [text[i + 80] for i in range(N)],
-    }
-    return columns, dict.fromkeys(columns, datasets.Value("string"))
+    return hf_rows.table(
+        character_id=(USERS, "string"),
+        x=([text[i : i + 80] for i in range(N)], "string"),
+        y=([text[i + 80] for i in range(N)], "string"),
+    )
 
 
-def sentiment140(datasets):
-    columns = {
-        "text": [f"@friend what a {'good' if i % 2 else 'bad'} day {i}!" for i in range(N)],
-        "date": ["Mon Apr 06 22:19:45 PDT 2009"] * N,
-        "user": USERS,
-        "sentiment": [4 * (i % 2) for i in range(N)],
-        "query": ["NO_QUERY"] * N,
-    }
-    kinds = dict.fromkeys(columns, datasets.Value("string"))
-    return columns, kinds | {"sentiment": datasets.Value("int32")}
+def sentiment140(hf_rows):
+    texts = [f"@friend what a {'good' if i % 2 else 'bad'} day {i}!" for i in range(N)]
+    return hf_rows.table(
+        text=(texts, "string"),
+        date=(["Mon Apr 06 22:19:45 PDT 2009"] * N, "string"),
+        user=(USERS, "string"),
+        sentiment=([4 * (i % 2) for i in range(N)], "int32"),
+        query=(["NO_QUERY"] * N, "string"),
+    )
 
 
-def fed_isic2019(datasets):
-    columns = {
-        "image": [image(40 + i % 3, 50, 3) for i in range(N)],
-        "center": [i % 6 for i in range(N)],
-        "label": [i % 8 for i in range(N)],
-    }
-    kinds = {
-        "image": datasets.Image(),
-        "center": datasets.Value("int64"),
-        "label": datasets.ClassLabel(num_classes=8),
-    }
-    return columns, kinds
+def fed_isic2019(hf_rows):
+    return hf_rows.table(
+        image=([image(40 + i % 3, 50, 3) for i in range(N)], hf_rows.datasets.Image()),
+        center=([i % 6 for i in range(N)], "int64"),
+        label=([i % 8 for i in range(N)], hf_rows.datasets.ClassLabel(num_classes=8)),
+    )
 
 
 @pytest.fixture
@@ -95,11 +75,10 @@ def fit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("columns", [femnist, shakespeare, sentiment140, fed_isic2019])
 def test_data_sets_of_hugging_face(fit, columns):
-    datasets = pytest.importorskip("datasets", reason='needs pip install ".[hf]"')
-    name = columns.__name__
-    values, kinds = columns(datasets)
-    saved = datasets.Dataset.from_dict(values, features=datasets.Features(kinds))
-    datasets.DatasetDict(train=saved).save_to_disk("saved")
+    import hf_rows  # needs an extra
+
+    name, values = columns.__name__, columns(hf_rows)
+    hf_rows.datasets.DatasetDict(train=values).save_to_disk("saved")
     asked = yaml.safe_load(read_text(CONFIGS / f"{name}.yaml"))["federation"]
     few = ["--federation.clients_per_round=3"] if "clients_per_round" in asked else []
     steps = "--federation.policy.init_args.num_steps=2"

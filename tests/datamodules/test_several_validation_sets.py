@@ -10,7 +10,6 @@ from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromDataModule
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
-from lightning_fl.types import FederationError
 from numbered import federated, joined, numbered, numbers
 
 
@@ -28,21 +27,8 @@ class Net(ClientModule):
         self.log("val_loss", self.federated_losses(batch).mean(), batch_size=len(batch[1]))
 
 
-class Lists(LightningDataModule):
-    def __init__(self, *sets):
-        super().__init__()
-        self.sets = sets
-
-    def train_dataloader(self):
-        return DataLoader(self.sets[0], batch_size=8, shuffle=True)
-
-    def val_dataloader(self):
-        second = DataLoader(self.sets[2], batch_size=99, collate_fn=self.doubled)
-        return [DataLoader(self.sets[1], batch_size=7), second]
-
-    @staticmethod
-    def doubled(samples):
-        return [each.repeat_interleave(2, 0) for each in default_collate(samples)]
+def doubled(samples):
+    return [each.repeat_interleave(2, 0) for each in default_collate(samples)]
 
 
 def loss(net, data):
@@ -53,7 +39,9 @@ def loss(net, data):
 @pytest.mark.parametrize("group_size", [None, 3])
 def test_a_list_of_loaders_is_validated_one_after_another(fit, blobs, group_size):
     first, second = blobs(20), blobs(30)
-    mine = Lists(blobs(60), first, second)
+    mine = LightningDataModule.from_datasets(blobs(60), batch_size=8)
+    loader = DataLoader(second, batch_size=99, collate_fn=doubled)
+    mine.val_dataloader = lambda: [DataLoader(first, batch_size=7), loader]
     module, loop = Net(), FederatedLoop(policy=Schedule(lr=0.1), seed=0)
     user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
     fit(user, loop, FromDataModule(mine, num_clients=3), rounds=2)
@@ -82,19 +70,6 @@ def test_without_a_hold_out_there_is_no_empty_set(val):
     given = TensorDataset(torch.arange(3.0), torch.zeros(3))
     data = federated(numbered(), val=(given, None), val_size=0)
     assert isinstance(data.val_dataloader(), DataLoader)
-
-
-def test_classes_of_every_set_are_compared():
-    def named(*names):
-        samples = TensorDataset(torch.arange(4.0), torch.arange(4) % 2)
-        samples.classes = names
-        return samples
-
-    data = FederatedDataModule(
-        named("cat", "dog"), (named("cat", "dog"), named("dog", "cat")), num_clients=2
-    )
-    with pytest.raises(FederationError, match="labels of val"):
-        data.setup("fit")
 
 
 def test_contributions_are_measured_on_the_first_set(fit, blobs):

@@ -102,9 +102,10 @@ def by_owner(read):
 
 @pytest.fixture
 def train(fit):
-    def run(data, module=None, rounds=3, loop=None, **options):
+    def run(data, module=None, rounds=3, loop=(), **options):
         module = module or Reading()
-        loop = loop or FederatedLoop(policy=Schedule(lr=0.1), seed=0, check=False)
+        given = {"policy": Schedule(lr=0.1), "seed": 0, "check": False} | dict(loop)
+        loop = FederatedLoop(**given)
         fit(module, loop, data, rounds=rounds, **options)
         return module, loop
 
@@ -120,7 +121,7 @@ def test_each_client_reads_on_from_round_to_round(train, kind):
 
 
 def test_clients_that_are_not_sampled_wait(train):
-    loop = FederatedLoop(policy=Schedule(num_steps=1), clients_per_round=1, seed=0, check=False)
+    loop = {"policy": Schedule(num_steps=1), "clients_per_round": 1}
     module, _ = train(streams(), rounds=8, loop=loop)
     read = by_owner(module.read)
     assert sum(map(len, read)) == 16
@@ -198,29 +199,27 @@ def test_what_reads_ahead_goes_back():
 
 
 def test_losses_over_all_samples_and_fine_tuning_do_not_change_what_is_read(train):
-    loop = FederatedLoop(QFedAvg(1.0), Schedule(lr=0.1), seed=0, check=False)
     callbacks = [PersonalizedEvaluation(steps=2, every_n_rounds=1), RunReport()]
     data = streams(with_tests=True, unseen_clients=["south"])
-    module, _ = train(data, loop=loop, callbacks=callbacks)
+    module, _ = train(data, loop={"aggregator": QFedAvg(1.0)}, callbacks=callbacks)
     read = by_owner(module.read)
     assert read[0] == list(range(15))
     assert read[2] == list(range(12))
 
 
 def test_batches_before_the_first_step_do_not_change_what_is_read(train):
-    loop = FederatedLoop(FedALA(first_passes=2), Schedule(num_steps=2, lr=0.1), seed=0, check=False)
-    mixed, _ = train(streams(), loop=loop)
-    other = FederatedLoop(policy=Schedule(num_steps=2, lr=0.1), seed=0, check=False)
-    plain, _ = train(streams(), loop=other)
-    assert by_owner(mixed.read) == by_owner(plain.read)
+    read = []
+    for rule in (FedALA(first_passes=2), None):
+        loop = {"aggregator": rule, "policy": Schedule(num_steps=2, lr=0.1)}
+        read.append(by_owner(train(streams(), loop=loop)[0].read))
+    assert read[0] == read[1]
 
 
 def test_streams_without_a_state_are_read_once(train, tmp_path):
-    def go(rounds=2, with_tests=False, module=None, loop=None, **options):
-        options |= {"enable_checkpointing": True}
-        callbacks = [RoundCheckpoint(tmp_path), *options.pop("callbacks", [])]
+    def go(rounds=2, with_tests=False, callbacks=(), **options):
+        options |= {"callbacks": [RoundCheckpoint(tmp_path), *callbacks]}
         data = streams(Once, with_tests=with_tests)
-        train(data, module, rounds, loop, callbacks=callbacks, **options)
+        train(data, rounds=rounds, enable_checkpointing=True, **options)
 
     go()
     once = "the stream of client 'north' is read once, for training"
@@ -229,7 +228,7 @@ def test_streams_without_a_state_are_read_once(train, tmp_path):
     with pytest.raises(FederationError, match=once):
         go(with_tests=True, callbacks=[PersonalizedEvaluation(steps=1)])
     with pytest.raises(FederationError, match=once):
-        go(loop=FederatedLoop(QFedAvg(1.0), seed=0))
+        go(loop={"aggregator": QFedAvg(1.0)})
     with pytest.raises(FederationError, match=once):
         go(module=VectorizedClients(Reading(notes=False), 3))
 

@@ -1,6 +1,5 @@
 """Files of checkpoints: damaged and hostile ones, and those of another federation."""
 
-import os
 import sys
 import zipfile
 from contextlib import suppress
@@ -12,14 +11,16 @@ from hypothesis import strategies as st
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 
+from growing import Growing, Resizing
 from lightning_fl.aggregators import FedAdam
 from lightning_fl.callbacks import AtomicCheckpointIO, ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.cli import main
 from lightning_fl.models.weights import load_weights
 from lightning_fl.partition import QuantitySkew
-from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient, Schedule
+from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
+from payload import Payload
 
 VERSION = {"pytorch-lightning_version": "2.6"}
 
@@ -32,16 +33,12 @@ def load(path, **options):
 def federation(trainer, data, linear, tmp_path):
     """Run or resume a federation; a run writes its checkpoints to one folder."""
 
-    def run(rounds=1, ckpt_path=None, loop=None, command="fit", make=linear, split=(), **options):
-        runner = trainer(
-            loop,
-            rounds=rounds,
-            callbacks=[RoundCheckpoint(str(tmp_path / "run")), ClientFaults()],
-            enable_checkpointing=True,
-        )
-        module = make(features=6)
-        federated = data(**{"num_clients": 4} | dict(split))
-        getattr(runner, command)(module, datamodule=federated, ckpt_path=ckpt_path, **options)
+    def run(rounds=1, ckpt_path=None, loop=None, change=lambda module: None, **split):
+        callbacks = [RoundCheckpoint(str(tmp_path / "run")), ClientFaults()]
+        runner = trainer(loop, rounds, callbacks, enable_checkpointing=True)
+        module = linear(features=6)
+        change(module)
+        runner.fit(module, datamodule=data(**split), ckpt_path=ckpt_path)
 
     return run
 
@@ -88,16 +85,6 @@ def test_file_of_torch_that_is_no_checkpoint_is_refused(tmp_path, tree):
 # --- hostile files --------------------------------------------------------------------------------
 
 
-class Payload:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.path),))
-
-
 @pytest.mark.parametrize("where", ["top", "state", "weights"])
 def test_hostile_file_runs_no_code(tmp_path, monkeypatch, where):
     tree = {**VERSION, "state_dict": {}, "callbacks": {"Loop": {}}}
@@ -105,9 +92,8 @@ def test_hostile_file_runs_no_code(tmp_path, monkeypatch, where):
     spot["x"] = Payload(tmp_path / "ran")
     torch.save(tree, tmp_path / "hostile.ckpt")
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # many set it for other projects
-    with pytest.raises(
-        FederationError, match=rf"{tmp_path}/hostile.ckpt holds more than data: .*posix.mkdir"
-    ):
+    words = rf"{tmp_path}/hostile.ckpt holds more than data: .*posix.mkdir"
+    with pytest.raises(FederationError, match=words):
         load(tmp_path / "hostile.ckpt")
     assert not (tmp_path / "ran").exists()
     # A user who trusts a checkpoint can say so.
@@ -159,10 +145,9 @@ def test_file_does_not_choose_the_class_of_the_model(tmp_path, monkeypatch, caps
     monkeypatch.syspath_prepend(str(tmp_path))
     tree = {**VERSION, "state_dict": {}, "hyper_parameters": {"_class_path": "evil.Model"}}
     torch.save(tree, tmp_path / "a.ckpt")
-    quiet = ["--trainer.enable_progress_bar=false", "--trainer.logger=false"]
-    command(
-        monkeypatch, "test", "--config=digits.yaml", f"--ckpt_path={tmp_path / 'a.ckpt'}", *quiet
-    )
+    options = ["--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+    options.append(f"--ckpt_path={tmp_path / 'a.ckpt'}")
+    command(monkeypatch, "test", "--config=digits.yaml", *options)
     assert "the model does not match the checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
@@ -250,47 +235,24 @@ def test_changed_file_is_refused_and_no_file_changes(federation, tmp_path, chang
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_file_that_leaves_out_what_clients_train_is_refused(
-    federation, linear, tmp_path, is_frozen
-):
+def test_file_that_leaves_out_what_clients_train_is_refused(federation, tmp_path, is_frozen):
     """Lightning loads it into a module that is not strict."""
 
-    def make(features):
-        module = linear(features=features)
-        module.net = nn.Linear(features, 1).double()
+    def change(module):
+        module.net = nn.Linear(6, 1).double()
         module.net.bias.requires_grad_(not is_frozen)
         module.strict_loading = False
-        return module
 
-    federation(1, make=make)
+    federation(1, change=change)
     path = tmp_path / "run" / "last.ckpt"
     tree = torch.load(path, weights_only=True)
     del tree["state_dict"]["net.bias"]
     torch.save(tree, path)
     if is_frozen:  # as a module does that does not save its backbone
-        federation(2, path, make=make)
+        federation(2, path, change=change)
         return
     with pytest.raises(FederationError, match=r"resumed: it leaves out net\.bias, which clients"):
-        federation(2, path, make=make)
-
-
-class Growing(Schedule):
-    """Remembers the losses of all rounds."""
-
-    learns_from = frozenset({"val_loss"})
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("losses", torch.zeros(0))
-
-    def update(self, feedback):
-        self.losses = torch.cat([self.losses, torch.tensor([feedback.val_loss])])
-
-
-class Resizing(Growing):
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        self.losses = torch.zeros_like(state_dict[f"{prefix}losses"])
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        federation(2, path, change=change)
 
 
 def test_buffer_of_a_policy_that_grows_is_refused_unless_the_policy_resizes_it(
@@ -304,25 +266,21 @@ def test_buffer_of_a_policy_that_grows_is_refused_unless_the_policy_resizes_it(
     assert len(resumed.losses) == 2
 
 
-def test_file_of_another_federation_is_refused_by_name(federation, linear, tmp_path):
+def test_file_of_another_federation_is_refused_by_name(federation, tmp_path):
     federation(1)
     path = tmp_path / "run" / "last.ckpt"
 
-    def wider(features):
-        module = linear(features=features)
-        module.net = nn.Linear(features, 2).double()
-        return module
+    def wider(module):
+        module.net = nn.Linear(6, 2).double()
 
-    def queue(features):
-        module = linear(features=features)
+    def queue(module):
         module.register_buffer("queue", torch.zeros(2), persistent=False)
-        return module
 
     others = [
-        ({"split": {"num_clients": 5}}, "its num_clients is 4, here it is 5. To resume, restore"),
-        ({"split": {"partition": QuantitySkew()}}, "its split of the data over clients"),
-        ({"make": wider}, "the model does not match the checkpoint: .*size mismatch"),
-        ({"make": queue}, r"non-persistent buffers are missing or differ: \['queue'\]"),
+        ({"num_clients": 5}, "its num_clients is 4, here it is 5. To resume, restore"),
+        ({"partition": QuantitySkew()}, "its split of the data over clients"),
+        ({"change": wider}, "the model does not match the checkpoint: .*size mismatch"),
+        ({"change": queue}, r"non-persistent buffers are missing or differ: \['queue'\]"),
         ({"loop": FederatedLoop(FedAdam())}, "aggregator_class is FedAvg, here it is FedAdam"),
         ({"loop": FederatedLoop(seed=3)}, "its seed is 0, here it is 3. To resume, restore it"),
         ({"loop": FederatedLoop(optimizer_state="keep")}, "its optimizer_state is reset, here"),
@@ -337,23 +295,15 @@ def test_file_of_another_federation_is_refused_by_name(federation, linear, tmp_p
 # --- states of rules ------------------------------------------------------------------------------
 
 
-def reinforced():
-    return DiscreteGaussianReinforce({"lr": [0.1, 0.2]})
-
-
-def personalized():
-    return PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}], "reward", monitor="val_loss")
-
-
 @pytest.mark.parametrize(
-    ("make", "change", "words"),
+    ("policy", "name"),
     [
-        (reinforced, {"mean": torch.full((2,), torch.nan)}, "mean of the policy"),
-        (personalized, {"logits": torch.full((2,), torch.nan)}, "logits of the policy"),
+        (DiscreteGaussianReinforce({"lr": [0.1, 0.2]}), "mean"),
+        (PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}], "reward"), "logits"),
     ],
 )
-def test_inconsistent_state_of_a_policy_is_refused(make, change, words):
-    state = make().state_dict()
-    make().load_state_dict(state)
-    with pytest.raises(FederationError, match=words):
-        make().load_state_dict({**state, **change})
+def test_inconsistent_state_of_a_policy_is_refused(policy, name):
+    state = policy.state_dict()
+    policy.load_state_dict(state)
+    with pytest.raises(FederationError, match=f"{name} of the policy"):
+        policy.load_state_dict({**state, name: torch.full((2,), torch.nan)})

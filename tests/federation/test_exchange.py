@@ -11,7 +11,7 @@ from lightning_fl.federation.results import is_finite
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
-from written_plainly import Uneven
+from written_plainly import Uneven, vector
 
 SIZE, LR = 21, 0.1  # parameters of the module, learning rate
 
@@ -74,18 +74,24 @@ def loss_of(vector, samples, client):
     return loss.detach(), torch.autograd.grad(loss, vector)[0]
 
 
-def run(fit, data, part, group_size=None, rounds=3, make=module, policy=None, **options):
-    made, rule = make(), Rule(part)
+def run(fit, samples, part, group_size=None, rounds=3, made=None, **options):
+    made, rule = made or module(), Rule(part)
     user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-    loop = FederatedLoop(rule, policy or Uneven(), seed=1, clients_per_round=3, **options)
-    fit(user, loop, data(), rounds=rounds)
-    return made, rule, loop
+    loop = FederatedLoop(rule, **{"policy": Uneven(), "clients_per_round": 3} | options, seed=1)
+    fit(user, loop, samples, rounds=rounds)
+    return rule, loop
+
+
+def one_step(fit, samples, part, group_size=None, **options):
+    """Let all clients take a step."""
+    options |= {"policy": Schedule(num_steps=1), "clients_per_round": 4}
+    return run(fit, samples, part, group_size, rounds=1, **options)
 
 
 @pytest.mark.parametrize("group_size", [None, 2])
 def test_a_part_gets_its_clients_and_sends_with_their_updates(fit, data, group_size):
     part = Noting()
-    _, rule, loop = run(fit, data, part, group_size)
+    rule, loop = run(fit, data(), part, group_size)
     assert torch.equal(part.broadcast["round"], torch.tensor([2.0, 7.0]))
     for update in rule.updates:
         clients = update.clients
@@ -109,7 +115,7 @@ def test_a_part_gets_its_clients_and_sends_with_their_updates(fit, data, group_s
 @pytest.mark.parametrize("group_size", [None, 2])
 def test_a_term_is_added_to_every_gradient(fit, data, group_size):
     """With plain SGD each local step moves by the rate times the term."""
-    plain, shifted = (run(fit, data, Noting(s), group_size, rounds=1)[1] for s in (0.0, 1e-9))
+    plain, shifted = (run(fit, data(), Noting(s), group_size, rounds=1)[0] for s in (0.0, 1e-9))
     for one, other in zip(plain.updates, shifted.updates, strict=True):
         moved = (one.num_steps * one.lr)[:, None] * 1e-9
         torch.testing.assert_close(
@@ -125,11 +131,9 @@ def test_a_term_is_gone_in_the_next_round(fit, data):
             if client.round == 0:
                 super().start(client, memory, broadcast)
 
-    _, once, _ = run(fit, data, Once(1.0), rounds=2)
-    _, never, _ = run(fit, data, Noting(0.0), rounds=2)
-    start = [u.delta for u in once.updates[3:]], [u.delta for u in never.updates[3:]]
-    for one, other in zip(*start, strict=True):
-        assert float((one - other).norm()) < 0.5 * float(other.norm())
+    once, never = (run(fit, data(), part, rounds=2)[0] for part in (Once(1.0), Noting(0.0)))
+    for one, other in zip(once.updates[3:], never.updates[3:], strict=True):
+        assert float((one.delta - other.delta).norm()) < 0.5 * float(other.delta.norm())
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped")
@@ -138,7 +142,7 @@ def test_a_client_that_sends_nan_is_dropped_and_remembers_nothing(fit, data, gro
     def sent(client):
         return torch.where(client.clients == 2, torch.nan, 1.0)[:, None].expand(-1, 4)
 
-    _, rule, loop = run(fit, data, Noting(sent=sent), group_size)
+    rule, loop = run(fit, data(), Noting(sent=sent), group_size)
     taken = {c for update in rule.updates for c in update.clients.tolist()}
     assert 2 not in taken
     assert 2 not in loop.store.rows
@@ -156,7 +160,7 @@ def test_a_client_that_sends_nan_is_dropped_and_remembers_nothing(fit, data, gro
 )
 def test_memory_that_was_not_declared_is_refused(fit, data, left, message):
     with pytest.raises(FederationError, match=message):
-        run(fit, data, Noting(left=left))
+        run(fit, data(), Noting(left=left))
 
 
 @pytest.mark.parametrize("group_size", [None, 2])
@@ -172,11 +176,8 @@ def test_mean_losses_and_gradients_are_those_of_all_samples(fit, data, group_siz
         def end(self, client, memory):
             return {}
 
-    samples = data()
-    made, rule = module(), Rule(Measuring())
-    start = torch.nn.utils.parameters_to_vector(made.parameters()).detach().clone()
-    user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-    fit(user, FederatedLoop(rule, Schedule(num_steps=1), seed=1), samples, rounds=1)
+    samples, start = data(), vector(module())
+    one_step(fit, samples, Measuring(), group_size)
     assert len(found) == 4
     for client, (loss, gradient) in found.items():
         expected, of_all = loss_of(start, samples, client)
@@ -203,11 +204,8 @@ def test_clients_start_from_other_models(fit, data, group_size):
                 found[c] = self.shift[row], client.delta[row].clone(), *seen
             return {}
 
-    samples = data(batch_size=1000)
-    made = module(terms=[Proximal(mu=10.0)])
-    start = torch.nn.utils.parameters_to_vector(made.parameters()).detach().clone()
-    user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-    fit(user, FederatedLoop(Rule(Moving()), Schedule(num_steps=1), seed=1), samples, rounds=1)
+    samples, start = data(batch_size=1000), vector(module())
+    one_step(fit, samples, Moving(), group_size, made=module(terms=[Proximal(mu=10.0)]))
     assert len(found) == 4
     for client, (shift, delta, loss, batch_gradient, before) in found.items():
         expected, gradient = loss_of(start + shift, samples, client)
@@ -232,9 +230,9 @@ def test_batches_before_the_first_step_have_a_stream_of_their_own(fit, data):
 
     def train(part):
         made = module()
-        samples = data(batch_size=2)
-        fit(made, FederatedLoop(Rule(part), Schedule(num_steps=2), seed=1), samples, rounds=2)
-        return samples, torch.nn.utils.parameters_to_vector(made.parameters())
+        policy, samples = Schedule(num_steps=2), data(batch_size=2)
+        run(fit, samples, part, None, 2, made, policy=policy, clients_per_round=4)
+        return samples, vector(made)
 
     samples, trained = train(Reading())
     _, expected = train(Noting())
@@ -264,9 +262,7 @@ def test_buffers_that_stay_with_clients_stay_at_a_start(fit, data, group_size):
 
     net = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
     made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).double()
-    user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-    loop = FederatedLoop(Rule(Moving()), Schedule(num_steps=1), seed=1, buffers="local")
-    fit(user, loop, data(), rounds=1)
+    one_step(fit, data(), Moving(), group_size, made=made, buffers="local")
     for model in found.values():
         assert (model[:30] == 0).all()  # parameters and running means
         torch.testing.assert_close(model[30:], torch.full((3,), 0.9).double())  # from 1, not 0

@@ -44,19 +44,18 @@ class Noted(FedAvg):
         super().update(clients)
 
 
-def train(fit, data, rule, wrap=lambda module: module, clients=20, **options):
+def train(fit, data, rule, group_size=None):
     torch.manual_seed(0)
     module = ClientModule(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    loop = FederatedLoop(rule, policy=Schedule(num_steps=2), buffers="average", seed=1, **options)
-    fit(wrap(module.double()), loop, data(num_clients=clients), rounds=2)
+    user = VectorizedClients(module, group_size, compile=False) if group_size else module
+    loop = FederatedLoop(rule, policy=Schedule(num_steps=2), buffers="average", seed=1)
+    fit(user.double(), loop, data(num_clients=20), rounds=2)
     return [p.tolist() for p in module.parameters()], rule
 
 
 def test_the_work_of_a_client_is_its_samples_in_all_local_steps(fit, data, blobs):
     keys = [0] * 40 + [1] * 4
-    clients = data(
-        blobs(44), num_clients=None, batch_size=None, partition=Natural(), keys=keys, val_size=0
-    )
+    clients = data(blobs(44), num_clients=None, batch_size=None, partition=Natural(), keys=keys)
     loop = FederatedLoop(policy=Schedule(num_steps=3))
     fit(ClientModule(torch.nn.Linear(6, 3)).double(), loop, clients)
     assert loop.plan().work.tolist() == [120, 12]
@@ -64,10 +63,7 @@ def test_the_work_of_a_client_is_its_samples_in_all_local_steps(fit, data, blobs
 
 @pytest.mark.parametrize(("group_size", "sizes"), [(None, [1] * 40), (7, [7, 7, 6] * 2)])
 def test_the_rule_gets_the_update_of_each_group(fit, data, group_size, sizes):
-    def wrap(module):
-        return VectorizedClients(module, group_size, compile=False) if group_size else module
-
-    _, rule = train(fit, data, Noted(), wrap)
+    _, rule = train(fit, data, Noted(), group_size)
     assert rule.sizes == sizes
 
 
@@ -148,7 +144,7 @@ def test_what_clients_would_train_together_is_refused(fit, linear, regression, m
 def test_gradients_of_a_client_do_not_reach_the_next(fit, linear, regression):
     """A module that accumulates gradients over two of three steps."""
 
-    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+    def step(self, epoch, batch_idx, optimizer, closure):
         if batch_idx % 2:
             optimizer.step(closure=closure)
         else:
@@ -161,21 +157,12 @@ def test_gradients_of_a_client_do_not_reach_the_next(fit, linear, regression):
         if batch_idx % 2:
             self.optimizers().zero_grad()
 
-    methods = {
-        "optimizer_step": optimizer_step,
-        "optimizer_zero_grad": keep,
-        "on_train_batch_end": clear,
-    }
+    methods = {"optimizer_step": step, "optimizer_zero_grad": keep, "on_train_batch_end": clear}
     found = []
     for clients in ([0], [1], [0, 1]):
         made = changed(linear, **methods)
-        loop = FederatedLoop(
-            FedAvg(weighting="uniform"),
-            policy=Schedule(num_steps=3),
-            sampler=Only(clients),
-            clients_per_round=len(clients),
-            seed=1,
-        )
+        options = {"sampler": Only(clients), "clients_per_round": len(clients), "seed": 1}
+        loop = FederatedLoop(FedAvg("uniform"), Schedule(num_steps=3), **options)
         fit(made, loop, regression(), rounds=1)
         found.append(made.net.weight.detach())
     torch.testing.assert_close(found[2], (found[0] + found[1]) / 2, atol=1e-14, rtol=0)

@@ -54,12 +54,6 @@ def test_close_keys_have_streams_that_know_nothing_of_each_other():
     assert off_diagonal.abs().max() < 5 / 400**0.5
 
 
-def test_a_generator_starts_at_its_key():
-    first, again = (torch.rand(3, generator=generator(1, 2, 3)) for _ in range(2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, torch.rand(3, generator=generator(1, 2, 4)))
-
-
 def test_a_runs_seed_is_its_own_else_lightnings_else_zero(monkeypatch):
     assert run_seed(None) == 0
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")

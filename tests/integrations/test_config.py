@@ -7,30 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.utils.data import Subset, TensorDataset
 
 import quick_cli
-from apart import run
+from apart import CONFIG, run
 from lightning_fl.cli.parts import read_config
 from lightning_fl.integrations.exchange import Kept
-
-CONFIG = """
-seed_everything: 3
-trainer: {accelerator: cpu, max_epochs: 3, gradient_clip_val: 0.5, logger: false}
-model:
-  class_path: ClientModule
-  init_args:
-    net: {class_path: MLPClassifier, init_args: {sizes: [64, 20, 10]}}
-    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1, momentum: 0.5}}
-    terms: [{class_path: Proximal, init_args: {mu: 0.1}}]
-data:
-  class_path: Digits
-  init_args: {num_clients: 4, batch_size: 32}
-federation:
-  aggregator: FedAdam
-  policy: {class_path: Schedule, init_args: {lr: 0.1, num_steps: 3}}
-  clients_per_round: 3
-  optimizer_state: keep
-"""
 
 DIGITS = {"class_path": "Digits"}
 
@@ -81,21 +63,31 @@ def test_clients_get_every_option_of_theirs(config):
     assert options["update_transforms"][0].fraction == 0.5
 
 
-def test_a_site_has_the_loader_and_the_hooks_of_the_configuration(config):
-    data = {"class_path": "Digits", "init_args": {"batch_size": 32, "drop_last": True}}
-    path = changed(data=data, federation={"aggregator": "FedAvg"})
+def train_own(path, samples_of):
+    """Train a site with its own samples as its client of the simulation; return its work.
+
+    Args:
+        path: File of the configuration.
+        samples_of: Function of the training data and numbers of samples.
+    """
     found, data = read_config(path), read_config(path).data
     data.prepare_data()
     data.setup("fit")
-    part = torch.utils.data.Subset(data.train, data.parts[0].tolist())  # whole numbers of pixels
-    server, tasks = found.server(), []
-    client = found.client(part)
-    assert client.work(0)[1] == len(part) // 32
-    server.begin([len(part)] * 10, [client.work(0)[1]] * 10, num_rounds=1)
-    tasks = server.tasks()
-    own, _ = client.train(tasks[0], Kept())
-    simulated, _ = read_config(path).client().train(tasks[0], Kept())
+    server, clients = found.server(), range(data.num_clients)
+    server.begin(*zip(*(found.client().work(i) for i in clients), strict=True), num_rounds=1)
+    task = server.tasks()[0]
+    client = found.client(samples_of(data.train, data.parts[task.client].tolist()))
+    own, _ = client.train(task, Kept())
+    simulated, _ = read_config(path).client().train(task, Kept())
     assert torch.equal(own.delta, simulated.delta)
+    return client.work(task.client)
+
+
+def test_a_site_has_the_loader_and_the_hooks_of_the_configuration(config):
+    data = {"class_path": "Digits", "init_args": {"batch_size": 32, "drop_last": True}}
+    path = changed(data=data, federation={"aggregator": "FedAvg"})
+    num_samples, batches = train_own(path, Subset)  # whole numbers of pixels
+    assert batches == num_samples // 32
 
 
 OWN_HOOK = """
@@ -125,17 +117,8 @@ def test_a_hook_of_the_module_is_called_at_a_site(config, monkeypatch):
     monkeypatch.syspath_prepend(".")
     model = {**yaml.safe_load(CONFIG)["model"], "class_path": "own_hook.Scaled"}
     path = changed(model=model, data={"class_path": "own_hook.Numbers"})
-    found, data = read_config(path), read_config(path).data
+    train_own(path, lambda train, part: TensorDataset(*train[part]))
     monkeypatch.delitem(sys.modules, "own_hook")
-    data.setup("fit")
-    server = found.server()
-    server.begin(*zip(*(found.client().work(i) for i in range(4)), strict=True), num_rounds=1)
-    task = min(server.tasks(), key=lambda task: task.client)
-    part = data.parts[task.client].tolist()
-    samples = torch.utils.data.TensorDataset(*data.train[part])
-    own, _ = found.client(samples).train(task, Kept())
-    simulated, _ = read_config(path).client().train(task, Kept())
-    assert torch.equal(own.delta, simulated.delta)
 
 
 def test_the_app_has_the_configuration_and_the_modules_that_it_names(config, monkeypatch):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from apart import CPU, replies_of
+from apart import CONFIG, CPU, replies_of
 from lightning_fl import __version__
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.integrations.client import RemoteClient
@@ -269,6 +269,16 @@ def begun():
     return made
 
 
+def answer(node, content=None, error=None, to=None):
+    """A message of a node, which may be an error."""
+    return SimpleNamespace(
+        has_error=lambda: error is not None,
+        error=SimpleNamespace(reason=error),
+        metadata=SimpleNamespace(src_node_id=node, reply_to_message_id=to),
+        content=content,
+    )
+
+
 class Nodes:
     """A grid whose nodes answer a query with their client, an error, or not at all."""
 
@@ -288,19 +298,14 @@ class Nodes:
     def pull_messages(self, ids):
         found, self.sent = self.sent, []
         for message in found:
-            answer = self.answers[message.metadata.dst_node_id]
-            if answer is None:
+            node, to = message.metadata.dst_node_id, message.metadata.message_id
+            about = self.answers[node]
+            if about is None:
                 self.sent.append(message)
-                continue
-            yield SimpleNamespace(
-                has_error=lambda answer=answer: isinstance(answer, str),
-                error=SimpleNamespace(reason=answer),
-                metadata=SimpleNamespace(
-                    reply_to_message_id=message.metadata.message_id,
-                    src_node_id=message.metadata.dst_node_id,
-                ),
-                content={"about": answer},
-            )
+            elif isinstance(about, str):
+                yield answer(node, error=about, to=to)
+            else:
+                yield answer(node, {"about": about}, to=to)
 
 
 def node(client, num_samples=12, version=__version__):
@@ -409,12 +414,6 @@ def test_a_round_without_a_reply_ends_the_run():
         made.aggregate_train(1, [])
 
 
-def message(node, content):
-    return SimpleNamespace(
-        has_error=lambda: False, metadata=SimpleNamespace(src_node_id=node), content=content
-    )
-
-
 def reply(client, made):
     update = made.server._exchange.update
     tensors = torch.ones(44).double(), torch.zeros(0).long(), {}
@@ -439,12 +438,12 @@ def test_a_message_counts_for_the_client_of_its_node_alone(node_and_client, matc
     if node_and_client:
         sender, client = node_and_client
         content = RecordDict() if client is None else reply(client, made)
-        more = [message(sender, content)]
+        more = [answer(sender, content)]
     with pytest.warns(UserWarning, match="round 1: ") as caught:
-        made.aggregate_train(1, [message(70, reply(0, made)), *more])
+        made.aggregate_train(1, [answer(70, reply(0, made)), *more])
     assert any(re.search(match, str(each.message)) for each in caught)
     with pytest.warns(UserWarning, match="round 1: "):
-        expected.aggregate_train(1, [message(70, reply(0, expected))])
+        expected.aggregate_train(1, [answer(70, reply(0, expected))])
     assert largest_difference(made.server.module.state_dict(), expected.server.model()) == 0
 
 
@@ -457,14 +456,7 @@ def test_a_first_round_in_which_all_clients_fail_ends_the_run():
     """An option that clients refuse would otherwise leave the model as it is in every round."""
     made = in_the_run(begun())
     made.configure_train(1, None, None, Nodes({70: node(0), 71: node(1)}))
-    failed = [
-        SimpleNamespace(
-            has_error=lambda: True,
-            metadata=SimpleNamespace(src_node_id=node),
-            error=SimpleNamespace(reason="a learning rate scheduler"),
-        )
-        for node in (70, 71)
-    ]
+    failed = [answer(node, error="a learning rate scheduler") for node in (70, 71)]
     with (
         pytest.warns(UserWarning, match=r"client \d has failed and is dropped"),
         pytest.raises(FederationError, match=r"all clients have failed.* a learning rate"),
@@ -490,31 +482,17 @@ def test_a_finished_checkpoint_says_that_nothing_is_trained(tmp_path, monkeypatc
     assert f"resuming after round 1 of 1: {file}" in said
 
 
-CONFIG = """
-seed_everything: 3
-trainer: {accelerator: cpu, max_epochs: 3, logger: false}
-model:
-  class_path: ClientModule
-  init_args:
-    net: {class_path: MLPClassifier, init_args: {sizes: [64, 20, 10]}}
-data:
-  class_path: Digits
-  init_args: {num_clients: 4, batch_size: 32}
-federation:
-  aggregator: Scaffold
-  policy: {class_path: Schedule, init_args: {lr: 0.1, num_steps: 3}}
-  clients_per_round: 3
-"""
-
-
 def test_an_exported_app_gives_the_model_of_its_configuration(tmp_path, deployed):
     """In Flower's simulation engine, as ``flwr run`` starts it."""
     pytest.importorskip("ray", reason='needs pip install "flwr[simulation]"')
     engine = deployed(None)
     (tmp_path / "case.yaml").write_text(CONFIG)
+    # Clients have a part of this rule, which allows neither clipping nor momentum.
+    options = ["--federation.aggregator=Scaffold", "--trainer.gradient_clip_val=null"]
+    options += ["--model.init_args.optimizer.init_args.momentum=0"]
     for command in (("fit", "--config", "case.yaml"), ("export", "flower", "case.yaml")):
         subprocess.run(
-            [sys.executable, "-m", "lightning_fl", *command],
+            [sys.executable, "-m", "lightning_fl", *command, *options],
             env=engine.environment,
             cwd=tmp_path,
             timeout=240,

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from adapted import Adapted
@@ -22,44 +21,31 @@ from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import Phase
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
+from linear import Linear
 from two_classes import samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:FedNova|.*does not have many workers")
 
 
-class Net(LightningModule):
+class Net(Linear):
     """A foreign module."""
 
-    optimizer = staticmethod(partial(torch.optim.SGD, lr=0.1))
-
     def __init__(self):
-        super().__init__()
-        self.net = net()
+        super().__init__(net())
 
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return self.optimizer(self.parameters())
+def momentum():
+    return Linear(net(), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
 def linear(*terms):
     return ClientModule(net(), terms, partial(torch.optim.SGD, lr=0.1))
 
 
-class Deep(Net):
+def deep():
     """BatchNorm, dropout and momentum."""
-
-    optimizer = staticmethod(partial(torch.optim.SGD, lr=0.1, momentum=0.5))
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.ReLU(), nn.Linear(6, 2)
-        ).double()
+    layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.ReLU(), nn.Linear(6, 2)
+    return Linear(nn.Sequential(*layers).double(), partial(torch.optim.SGD, lr=0.1, momentum=0.5))
 
 
 class PerClient(HyperparameterPolicy):
@@ -70,13 +56,13 @@ class PerClient(HyperparameterPolicy):
 
 
 CASES = {
-    "a few clients": (Deep, FedAvg(), {"clients_per_round": 3}),
+    "a few clients": (deep, FedAvg(), {"clients_per_round": 3}),
     "FedProx": (partial(linear, Proximal(0.3)), FedAvg(), {}),
-    "hyperparameters of clients": (Deep, FedAvg(), {"policy": PerClient()}),
-    "kept momentum": (Deep, FedAvg(), {"optimizer_state": "keep", "clients_per_round": 3}),
-    "local layers": (Deep, FedAvg(), {"local_parameters": ["net.4.*"]}),
-    "local buffers": (Deep, FedAvg(), {"buffers": "local"}),
-    "error feedback": (Deep, FedAvg(), {"update_transforms": [TopK(0.3)], "clients_per_round": 3}),
+    "hyperparameters of clients": (deep, FedAvg(), {"policy": PerClient()}),
+    "kept momentum": (deep, FedAvg(), {"optimizer_state": "keep", "clients_per_round": 3}),
+    "local layers": (deep, FedAvg(), {"local_parameters": ["net.4.*"]}),
+    "local buffers": (deep, FedAvg(), {"buffers": "local"}),
+    "error feedback": (deep, FedAvg(), {"update_transforms": [TopK(0.3)], "clients_per_round": 3}),
 }
 #: Rules are tested in test_every_rule.py, too.
 QUICK = ("hyperparameters of clients", "kept momentum", "error feedback")
@@ -97,12 +83,9 @@ def skewed():
 
 
 def test_a_rule_knows_the_optimizer_of_the_clients(tmp_path):
-    class Momentum(Net):
-        optimizer = staticmethod(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-
-    compare(tmp_path, Momentum, FedNova(), skewed, policy=Schedule(local_epochs=2))
+    compare(tmp_path, momentum, FedNova(), skewed, policy=Schedule(local_epochs=2))
     with pytest.raises(FederationError, match=r"Scaffold.* SGD\(momentum"):
-        federation(Momentum, Scaffold())
+        federation(momentum, Scaffold())
 
 
 WITH_PARTS = {
@@ -183,7 +166,7 @@ class SetsUp(Net):
             self.net[2].bias.add_(0.25)
 
 
-class Configures(LightningModule):
+class Configures(Net):
     """Creates its layers when the fit begins."""
 
     def __init__(self):
@@ -194,9 +177,6 @@ class Configures(LightningModule):
         if self.net is None:
             torch.manual_seed(1)
             self.net = nn.Linear(4, 2).double()
-
-    training_step, validation_step = Net.training_step, Net.validation_step
-    optimizer, configure_optimizers = Net.optimizer, Net.configure_optimizers
 
 
 class Unfreezes(Net):

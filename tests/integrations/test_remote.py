@@ -215,14 +215,8 @@ SPOILED = {
     "nothing more": (lambda reply: replace(reply, extras={}), "requires control_change of the cli"),
     "more": (lambda reply: with_extra(reply, torch.ones(1, 1)), r"of shape \(44,\)"),
     "of two": (lambda reply: with_extra(reply, torch.ones(2, 44)), "not numbers of one client"),
-    "number": (
-        lambda reply: with_extra(reply, torch.tensor(torch.nan)),
-        r"shape \[\] in",
-    ),
-    "complex": (
-        lambda reply: with_extra(reply, torch.ones(1, 44) * 1j),
-        "torch.complex64, not ",
-    ),
+    "number": (lambda reply: with_extra(reply, torch.tensor(torch.nan)), r"shape \[\] in"),
+    "complex": (lambda reply: with_extra(reply, torch.ones(1, 44) * 1j), "torch.complex64, not "),
     "rate": (lambda reply: replace(reply, lr=float("nan")), "with the learning rate nan"),
     "large rate": (lambda reply: replace(reply, lr=1e9), r"learning rate 1e\+09, and was sent 0"),
     "loss": (lambda reply: replace(reply, loss=float("inf")), "it sent the loss inf"),

@@ -32,11 +32,8 @@ def test_mostafas_cnn_has_4259274_parameters():
     net = CifarCNN()
     convs = (3 * 32 * 25 + 32) + (32 * 64 * 25 + 64)
     assert size(net) == convs + (64 * 8 * 8 * 1024 + 1024) + (1024 * 10 + 10) == 4_259_274
-    assert kinds(net) == ["Conv2d", "MaxPool2d", "ReLU"] * 2 + ["Flatten"] + [
-        "Linear",
-        "ReLU",
-        "Linear",
-    ]
+    layers = ["Conv2d", "MaxPool2d", "ReLU"]
+    assert kinds(net) == layers * 2 + ["Flatten", "Linear", "ReLU", "Linear"]
 
 
 def test_the_keyword_cnn_pools_after_each_pair():

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
+from by_hand import Batches
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
@@ -40,20 +41,11 @@ def own(module):
     return module.net.weight.detach().clone(), module.net.bias.detach().clone()
 
 
-def predicted(weight, bias, x):
-    return (x @ weight.T + bias).argmax(1)
-
-
-class Noting(ClientModule):
-    """Notes the batches that it is trained on."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.batches = []
-
-    def training_step(self, batch, batch_idx):
-        self.batches.append(batch)
-        return super().training_step(batch, batch_idx)
+def figures(kind, weight, bias, x, y):
+    """What validation or a test logs."""
+    loss = cross_entropy(weight, bias, x, y)[0].mean()
+    accuracy = ((x @ weight.T + bias).argmax(1) == y).double().mean()
+    return {f"{kind}_loss": float(loss), f"{kind}_acc": float(accuracy)}
 
 
 # --- by hand --------------------------------------------------------------------------------------
@@ -79,55 +71,35 @@ def test_the_loss_of_a_step_is_the_mean_plus_the_terms(module, blobs):
 
 
 @pytest.mark.parametrize("mu", [None, 0.0, 0.7])
-def test_all_figures_of_a_federation_are_those_by_hand(fit, module, blobs, trainer, mu):
-    terms = [] if mu is None else [Proximal(mu)]
-    made = module(Noting, terms=terms)
-    weight, bias = own(made)
-    data = FederatedDataModule(
-        blobs(),
-        blobs(60, seed=1),
-        blobs(50, seed=2),
-        partition=QuantitySkew(),
-        num_clients=3,
-        batch_size=16,
-        eval_batch_size=25,  # 25, 25 and 10
-    )
+def test_all_figures_of_a_federation_are_those_by_hand(fit, module, data, blobs, trainer, mu):
+    made = module(terms=[] if mu is None else [Proximal(mu)])
+    (weight, bias), seen = own(made), Batches()
+    sizes = {"batch_size": 16, "eval_batch_size": 25}  # 25, 25 and 10
+    samples = data(num_clients=3, partition=QuantitySkew(), test=blobs(50, seed=2), **sizes)
     policy = Schedule(lr=0.2, local_epochs=2, decay=0.5)
-    loop = fit(made, FederatedLoop(policy=policy), data, rounds=3)
-    batches, mu = iter(made.batches), mu or 0.0
-    for t, row in enumerate(loop.rows):
-        total, seen, moved = 0.0, 0, []
-        for n in data.num_samples.tolist():
+    loop = fit(made, FederatedLoop(policy=policy), samples, rounds=3, callbacks=[seen])
+    mu = mu or 0.0
+    for t, (row, clients) in enumerate(zip(loop.rows, seen.rounds, strict=True)):
+        total, moved = 0.0, []
+        for n, batches in zip(samples.num_samples.tolist(), clients.values(), strict=True):
+            assert sum(len(y) for _, y in batches) == 2 * n
             w, b = weight.clone(), bias.clone()
-            for _ in range(2 * -(-n // 16)):
-                x, y = next(batches)
+            for x, y in batches:
                 loss, w_gradient, b_gradient = cross_entropy(w, b, x, y)
                 drift = (w - weight).square().sum() + (b - bias).square().sum()
                 total += (loss.mean() + mu / 2 * drift) * len(y)
-                seen += len(y)
-                w, b = (
-                    w - 0.2 * 0.5**t * (w_gradient + mu * (w - weight)),
-                    b - 0.2 * 0.5**t * (b_gradient + mu * (b - bias)),
-                )
+                w = w - 0.2 * 0.5**t * (w_gradient + mu * (w - weight))
+                b = b - 0.2 * 0.5**t * (b_gradient + mu * (b - bias))
             moved.append((n / 120 * w, n / 120 * b))
         weight, bias = (sum(parts) for parts in zip(*moved, strict=True))
-        x, y = blobs(60, seed=1).tensors
-        assert seen == 240
-        assert row["train_loss"] == pytest.approx(float(total / seen), rel=1e-6)
-        expected = cross_entropy(weight, bias, x, y)[0].mean()
-        assert row["val_loss"] == pytest.approx(float(expected), rel=1e-6)
-        accuracy = (predicted(weight, bias, x) == y).double().mean()
-        assert row["val_acc"] == pytest.approx(float(accuracy), rel=1e-6)
-    assert next(batches, None) is None
+        expected = figures("val", weight, bias, *blobs(60, seed=1).tensors)
+        expected["train_loss"] = float(total / 240)
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(own(made), (weight, bias), atol=1e-12, rtol=0)
 
-    x, y = blobs(50, seed=2).tensors
-    (figures,) = trainer(False).test(made, datamodule=data, verbose=False)
-    assert figures.keys() == {"test_loss", "test_acc"}
-    expected = cross_entropy(weight, bias, x, y)[0].mean()
-    assert figures["test_loss"] == pytest.approx(float(expected), rel=1e-6)
-    accuracy = (predicted(weight, bias, x) == y).double().mean()
-    assert figures["test_acc"] == pytest.approx(float(accuracy), rel=1e-6)
+    (found,) = trainer(False).test(made, datamodule=samples, verbose=False)
+    expected = figures("test", weight, bias, *blobs(50, seed=2).tensors)
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 # --- terms ----------------------------------------------------------------------------------------
@@ -251,12 +223,17 @@ def test_outside_of_a_federation_terms_hold_it_where_it_began(trainer, module, b
     assert moved[1] < moved[0] / 3
 
 
+class Calling(ClientModule):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
 class Instead(ClientModule):
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("kind", [Noting, Instead])
+@pytest.mark.parametrize("kind", [Calling, Instead])
 def test_a_step_that_leaves_out_the_terms_is_said(fit, kind):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -266,42 +243,34 @@ def test_a_step_that_leaves_out_the_terms_is_said(fit, kind):
     assert all("Instead.training_step" in text and "Proximal" in text for text in said)
 
 
-def test_the_training_loss_is_exact_in_half_precision(fit, data):
-    losses = []
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_losses_of_half_precision_are_summed_in_double_and_single_precision(fit, data, precision):
+    """Those of training in double, and those of validation in single precision."""
+    train, val = [], []
 
     class Watched(ClientModule):
         def _record(self, loss, count):
-            losses.append((loss.detach().double() * count).item())
+            train.append((loss.detach().double() * count).item())
             super()._record(loss, count)
+
+        def federated_losses(self, batch, outputs):
+            losses = super().federated_losses(batch, outputs)
+            if not self.training:
+                val.append(losses.detach().double())
+            return losses
 
     module = Watched(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     loop = FederatedLoop(buffers="average", seed=1)
-    fit(module, loop, data(num_clients=4, batch_size=5), rounds=1, precision="bf16-true")
+    fit(module, loop, data(batch_size=5, eval_batch_size=1), rounds=1, precision=precision)
+    found = module.trainer.callback_metrics
+    expected = sum(train) / loop.rows[0]["num_samples"]
+    assert found["train_loss"].item() == pytest.approx(expected, rel=1e-6)
+    expected = torch.cat(val[-60:]).mean().item()
+    assert found["val_loss"].item() == pytest.approx(expected, rel=1e-6)
     assert module.train_loss.sums.dtype == torch.float64
     assert module.val_loss.mean_value.dtype == torch.float32
     assert module.to(torch.float64).val_loss.mean_value.dtype == torch.float64
     assert module.train_loss.to(torch.float16).sums.dtype == torch.float64
-    found = module.trainer.callback_metrics["train_loss"].item()
-    assert found == pytest.approx(sum(losses) / loop.rows[0]["num_samples"], rel=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_the_validation_loss_is_summed_in_single_precision(fit, data, precision):
-    batches = []
-
-    class Watched(ClientModule):
-        def federated_losses(self, batch, outputs):
-            losses = super().federated_losses(batch, outputs)
-            if not self.training:
-                batches.append(losses.detach().double())
-            return losses
-
-    module = Watched(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    samples = data(num_clients=2, val_size=60)
-    samples.eval_batch_size = 1
-    fit(module, FederatedLoop(buffers="average", seed=1), samples, rounds=1, precision=precision)
-    expected = torch.cat(batches[-60:]).mean().item()
-    assert module.trainer.callback_metrics["val_loss"].item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_weights_of_samples_make_a_weighted_mean(module, blobs):

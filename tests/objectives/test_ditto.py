@@ -4,18 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from by_hand import (
-    LR,
-    assert_equal,
-    copied,
-    forward,
-    local,
-    module,
-    moved,
-    network,
-    simulate,
-    task_gradient,
-)
+from by_hand import LR, Both, copied, module, moved, task_gradient
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.objectives import APFL, Ditto
@@ -29,11 +18,9 @@ from lightning_fl.types import FederationError
 def test_by_hand(run, batchnorm):
     """Clients are absent in some rounds; the anchor is the received model, not the local one."""
     strength, factor = 0.7, 0.5
-    first = network(batchnorm).double()
-    user = module(Ditto(strength, factor), batchnorm=batchnorm)
     scores = PersonalizedEvaluation(steps=0)
-    loop, rounds, datamodule = run(user, callbacks=[scores])
-    assert {len(clients) for clients in rounds} == {3}
+    both = Both(run, lambda: module(Ditto(strength, factor), batchnorm=batchnorm), [scores])
+    assert {len(clients) for clients in both.rounds} == {3}
     personal = {}
 
     def train(client, x, buffers, batches):
@@ -48,20 +35,11 @@ def test_by_hand(run, batchnorm):
         personal[client] = v, statistics
         return y, buffers
 
-    params, buffers = simulate(first, rounds, datamodule.num_samples, train)
-    assert_equal(user.net, params, buffers)
-    others = module(Ditto(strength, factor), batchnorm=batchnorm)
-    vectorized, _, _ = run(others, 2)
-    assert_equal(others.net, params, buffers)
+    params, buffers = both.assert_trained_as(train)
     for client, (v, statistics) in personal.items():
-        for found in (local(loop, client), local(vectorized, client)):
-            for name, value in {**v, **statistics}.items():
-                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
-        x, y = datamodule.train.fetch(datamodule.local_tests[client])
-        right = forward(v, statistics, x, train=False)[1].argmax(1) == y
-        assert scores.rows[client]["kept"] == right.double().mean()
-        right = forward(params, buffers, x, train=False)[1].argmax(1) == y
-        assert scores.rows[client]["server"] == right.double().mean()
+        both.assert_kept(client, {**v, **statistics})
+        assert scores.rows[client]["kept"] == both.accuracy(client, v, statistics)
+        assert scores.rows[client]["server"] == both.accuracy(client, params, buffers)
 
 
 def test_what_does_not_go_with_a_personal_model_is_refused(fit, data):

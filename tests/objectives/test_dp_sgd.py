@@ -110,9 +110,7 @@ def test_many_samples_are_processed_in_parts(monkeypatch):
     expected = gradient(made(batch_size=100), batch(150))
     monkeypatch.setattr("lightning_fl.objectives.dp_sgd.AT_ONCE", 7)
     found = gradient(made(batch_size=100), batch(150))
-    assert found[1] == pytest.approx(expected[1])
-    for name, right in expected[0].items():
-        torch.testing.assert_close(found[0][name], right, rtol=0, atol=1e-14)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
 
 def test_a_step_that_draws_nobody_is_noise_alone():
@@ -222,17 +220,6 @@ def test_what_it_cannot_serve_is_refused(fit):
     with pytest.raises(FederationError, match=r"delta=0\.5 would allow .* less than 0\.0"):
         run(fit, made(delta=0.5))
     run(fit, made(), aggregator=FedAdam())
-
-
-def test_without_noise_clipping_and_drawing_it_is_sgd():
-    module, given = made(noise_multiplier=0.0, batch_size=9, clip_norm=1e9), batch()
-    found, loss = gradient(module, given)
-    module.zero_grad()
-    expected = nn.functional.cross_entropy(module.net(given[0]), given[1])
-    expected.backward()
-    assert loss == pytest.approx(float(expected.detach()))
-    for name, p in module.net.named_parameters():
-        torch.testing.assert_close(found[name], p.grad, rtol=0, atol=1e-14)
 
 
 def test_steps_of_both_kinds_count_in_a_run_that_is_resumed_with_other_noise(fit, tmp_path):

@@ -41,19 +41,14 @@ def test_a_certain_class_has_finite_gradients():
 
 
 def test_weight_divergence_is_twice_the_proximal_term():
-    own, fixed = (
-        ModelView({"w": torch.tensor([1.0, 2.0])}),
-        ModelView({"w": torch.tensor([0.0, 4.0])}),
-    )
+    own = ModelView({"w": torch.tensor([1.0, 2.0])})
+    fixed = ModelView({"w": torch.tensor([0.0, 4.0])})
     assert WeightDivergence()(own, fixed, None) == 5
     assert WeightDivergence(0.3)(own, fixed, None) == Proximal(0.6)(own, fixed, None)
 
 
 def test_a_bound_that_no_prediction_reaches_is_refused():
-    logits = torch.zeros(4, 3)
-    assert (
-        EntropyRegularizer(min_entropy=math.log(3))(ModelView({}, logits), ModelView({}), None)
-        < 1e-6
-    )
+    views = ModelView({}, torch.zeros(4, 3)), ModelView({})
+    assert EntropyRegularizer(min_entropy=math.log(3))(*views, None) < 1e-6
     with pytest.raises(FederationError, match="maximum entropy of 3 classes is ln 3 ="):
-        EntropyRegularizer(min_entropy=1.2)(ModelView({}, logits), ModelView({}), None)
+        EntropyRegularizer(min_entropy=1.2)(*views, None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from by_hand import cross_entropy, forward, gradient, module, moved, network, sgd, simulate
+from by_hand import Both, cross_entropy, forward, gradient, module, moved, sgd
 from lightning_fl import ClientModule
 from lightning_fl.functional.decorrelation import correlation_penalty
 from lightning_fl.objectives import FedDecorr
@@ -20,9 +20,6 @@ def penalty(f):
 
 
 def test_by_hand(run):
-    first, user, other = network(True).double(), module(FedDecorr(0.2)), module(FedDecorr(0.2))
-    _, rounds, data = run(user, rounds=2)
-
     def train(client, params, buffers, batches):
         for x, y in batches:
 
@@ -33,12 +30,8 @@ def test_by_hand(run):
             params = moved(params, gradient(loss, params))
         return params, buffers
 
-    params, buffers = simulate(first, rounds, data.num_samples, train)
-    run(other, 2, rounds=2)
-    for net in (user.net, other.net):
-        now = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-        for name, value in {**params, **buffers}.items():  # eps is 1e-8 of the variance
-            torch.testing.assert_close(now[name].detach(), value, rtol=1e-6, atol=1e-7)
+    both = Both(run, lambda: module(FedDecorr(0.2)), rounds=2)
+    both.assert_trained_as(train, rtol=1e-6, atol=1e-7)  # eps is 1e-8 of the variance
 
 
 def test_constant_features_and_single_samples_add_nothing():

@@ -9,17 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_fl import ClientModule, VectorizedClients
+from by_hand import Batches
+from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.callbacks.client_scores import ClientScores
-from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.mixture import log_responsibilities, mixture_log_probabilities
 from lightning_fl.objectives import FedEM
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
+from written import Written
 
 sgd = functools.partial(torch.optim.SGD, lr=0.3)
+
+
+def stacked(nets):
+    """Weights and biases of linear networks, ``[M, 21]``."""
+    return torch.stack([torch.cat([n.weight.flatten(), n.bias]).detach() for n in nets])
 
 
 def responsibilities(losses, log_weights):
@@ -47,49 +53,32 @@ def test_a_mixture_predicts_the_mean_of_probabilities():
 
 
 @pytest.fixture
-def federation(fit, blobs):
-    def train(
-        rounds=2,
-        group_size=None,
-        components=2,
-        policy=None,
-        batch_size=7,
-        module=None,
-        **options,
-    ):
+def federation(fit, blobs, data):
+    def train(rounds=2, module=None, batch_size=7, policy=None, **options):
         torch.manual_seed(0)
-        made = module or FedEM(nn.Linear(6, 3), components, sgd).double()
-        data = FederatedDataModule(
-            blobs(100), num_clients=4, batch_size=batch_size, partition=Dirichlet(0.5, 5), seed=1
-        )
-        loop = FederatedLoop(
-            policy=policy or Schedule(local_epochs=1), seed=2, client_fraction=0.75
-        )
-        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-        fit(user, loop, data, rounds=rounds, **options)
-        return made, loop, data
+        made = module or FedEM(nn.Linear(6, 3), 2, sgd).double()
+        samples = data(blobs(100), batch_size=batch_size, partition=Dirichlet(0.5, 5), seed=1)
+        loop = FederatedLoop(policy=policy or Schedule(), seed=2, client_fraction=0.75)
+        fit(made, loop, samples, rounds=rounds, **options)
+        return made, loop, samples
 
     return train
 
 
 def test_rounds_are_the_algorithm(federation):
     """Everyone's samples in one batch, two local steps: M steps with fixed responsibilities."""
-    module, loop, data = federation(3, policy=Schedule(num_steps=2), batch_size=None)
+    seen, policy = Batches(), Schedule(num_steps=2)
+    module, loop, _ = federation(3, policy=policy, batch_size=None, callbacks=[seen])
     start = FedEM(nn.Linear(6, 3), 2, sgd, seed=0).double()
-    theta = torch.stack(
-        [torch.cat([n.weight.flatten(), n.bias]).detach() for n in start.net]
-    )  # [M, 21]
-    pi = {}
+    theta, pi = stacked(start.net), {}
 
     def losses(theta, x, y):
         logits = [x @ t[:18].view(3, 6).T + t[18:] for t in theta]
         return torch.stack([F.cross_entropy(each, y, reduction="none") for each in logits], 1)
 
-    for round in range(3):
-        plan = _clients(data, round)
+    for clients in seen.rounds:
         moved, counts = [], []
-        for client in plan:
-            x, y = data.train.fetch(data.parts[client])
+        for client, ((x, y), _) in clients.items():
             weights = pi.get(client, torch.full((2,), 0.5, dtype=torch.float64))
             mass = weights * torch.exp(-losses(theta, x, y))
             q = mass / mass.sum(1, keepdim=True)
@@ -102,21 +91,11 @@ def test_rounds_are_the_algorithm(federation):
             counts.append(len(x))
         p = torch.tensor(counts, dtype=torch.float64) / sum(counts)
         theta = sum(w * each for w, each in zip(p, moved, strict=True))
-    found = torch.stack([torch.cat([n.weight.flatten(), n.bias]).detach() for n in module.net])
-    torch.testing.assert_close(found, theta, atol=1e-12, rtol=0)
+    torch.testing.assert_close(stacked(module.net), theta, atol=1e-12, rtol=0)
     for client, weights in pi.items():
         kept = loop.store.get(client)
         mean = kept["parameter.log_expected"].exp() / kept["parameter.seen"]
         torch.testing.assert_close(mean, weights, atol=1e-12, rtol=0)
-
-
-def _clients(data, round):
-    """The cohort of a round, drawn as the loop does."""
-    loop = FederatedLoop(seed=2, client_fraction=0.75)
-    from lightning_fl.functional.randomness import RandomStream, generator
-
-    random = generator(2, RandomStream.COHORT, round)
-    return loop.options.sampler.sample(round, 3, data.num_samples, random).sort().values.tolist()
 
 
 def test_batches_of_a_pass_are_the_whole_e_step(federation):
@@ -124,17 +103,17 @@ def test_batches_of_a_pass_are_the_whole_e_step(federation):
     _, loop, data = federation(1)
     start = FedEM(nn.Linear(6, 3), 2, sgd, seed=0).double()
     params = {n: p.detach() for n, p in start.net.named_parameters(prefix="net")}
-    for client in _clients(data, 0):
+    assert len(loop.store.rows) == 3
+    for client, kept in loop.store.rows.items():
         x, y = data.train.fetch(data.parts[client])
         q = responsibilities(start._sample_losses(x, y, params), torch.full((2,), 0.5).log())
-        kept = loop.store.get(client)
         assert kept["parameter.seen"] == len(x)
         found = kept["parameter.log_expected"].exp() / len(x)
         torch.testing.assert_close(found, q.mean(0), atol=1e-12, rtol=0)
 
 
 def test_one_component_is_fedavg(federation, flat):
-    module, _, _ = federation(components=1)
+    module, _, _ = federation(module=FedEM(nn.Linear(6, 3), 1, sgd, seed=0).double())
     plain = ClientModule(nn.Linear(6, 3), optimizer=sgd).double()
     plain.net.load_state_dict(FedEM(nn.Linear(6, 3), 1, seed=0).double().net[0].state_dict())
     federation(module=plain)
@@ -173,16 +152,9 @@ def test_networks_with_buffers_are_refused():
 
 
 def test_components_that_cannot_be_drawn_are_refused():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 3))
-
-        def forward(self, x):
-            return x @ self.weight
-
+    weight = nn.Parameter(torch.randn(6, 3))
     with pytest.raises(FederationError, match="all components have equal parameters"):
-        FedEM(Own())
+        FedEM(Written(lambda net, x: x @ net.weight, weight=weight))
     layer = nn.Sequential(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), nn.Linear(4, 3))
     one, other, _ = FedEM(layer).net
     assert not torch.equal(one[0].self_attn.in_proj_weight, other[0].self_attn.in_proj_weight)
@@ -197,15 +169,10 @@ def test_adapting_begins_from_equal_weights():
     assert torch.equal(module.adapt(batches[1]), alone)
 
 
-def test_who_took_no_part_gets_weights_of_its_own_before_it_is_scored(fit, blobs, monkeypatch):
-    data = FederatedDataModule(
-        blobs(160),
-        partition=Dirichlet(0.3, min_size=10),
-        num_clients=4,
-        batch_size=8,
-        local_test_size=0.3,
-        seed=1,
-    )
+def test_who_took_no_part_gets_weights_of_its_own_before_it_is_scored(
+    fit, data, blobs, monkeypatch
+):
+    samples = data(blobs(160), partition=Dirichlet(0.3, 10), local_test_size=0.3, seed=1)
     module = FedEM(nn.Linear(6, 3), optimizer=sgd).double()
     callback = PersonalizedEvaluation(steps=2)
     seen = []
@@ -217,13 +184,13 @@ def test_who_took_no_part_gets_weights_of_its_own_before_it_is_scored(fit, blobs
 
     monkeypatch.setattr(ClientScores, "_score", noted)
     loop = FederatedLoop(policy=Schedule(num_steps=3), seed=0, clients_per_round=1)
-    fit(module, loop, data, rounds=1, callbacks=[callback])
+    fit(module, loop, samples, rounds=1, callbacks=[callback])
     for client in range(4):
         *_, server, personal = (weights for c, weights in seen if c == client)
         assert not torch.allclose(server, torch.full_like(server, 1 / 3))
         assert not torch.equal(server, personal)
     absent = next(c for c in range(4) if not loop.store.get(c))
-    x, y = data.train.fetch(data.parts[absent])
+    x, y = samples.train.fetch(samples.parts[absent])
     found = copy.deepcopy(module).adapt((x, y))
     torch.testing.assert_close(found, next(w for c, w in seen if c == absent))
 

@@ -1,17 +1,15 @@
 """FedLC and FedRS: by hand with the class counts of clients, their limits, and what they refuse."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from by_hand import assert_equal, forward, gradient, module, moved, network, sgd, simulate, skewed
+from by_hand import Both, forward, gradient, module, moved, network, sgd, skewed
 from lightning_fl import ClientModule, FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.calibration import calibrated_logits
-from lightning_fl.objectives import FedLC, FedRS
+from lightning_fl.objectives import FedLC, FedProto, FedRoD, FedRS
 from lightning_fl.types import FederationError
 
 
@@ -32,36 +30,35 @@ def restricted(z, y, n):
     ("make", "loss"), [(lambda: FedLC(0.7), calibrated), (lambda: FedRS(0.3), restricted)]
 )
 def test_by_hand(run, make, loss):
-    first, user, other = network(True).double(), module(make()), module(make())
-    _, rounds, data = run(user, rounds=2)
-    counts = data.class_counts.tolist()
+    both = Both(run, lambda: module(make()), rounds=2)
+    counts = both.data.class_counts.tolist()
 
     def train(client, params, buffers, batches):
         for x, y in batches:
-            value = functools.partial(_value, loss, buffers, x, y, counts[client])
+
+            def value(p, x=x, y=y):
+                return loss(forward(p, buffers, x)[1], y, counts[client])
+
             params = moved(params, gradient(value, params))
         return params, buffers
 
-    params, buffers = simulate(first, rounds, data.num_samples, train)
-    run(other, 2, rounds=2)
-    for net in (user.net, other.net):
-        assert_equal(net, params, buffers)
+    both.assert_trained_as(train)
 
 
-def _value(loss, buffers, x, y, counts, params):
-    return loss(forward(params, buffers, x)[1], y, counts)
-
-
-def test_without_classes_or_a_federation_it_is_refused(fit):
+@pytest.mark.parametrize("term", [FedLC, FedRoD, FedProto])
+def test_labels_that_are_no_classes_are_refused(fit, term):
     x = torch.randn(24, 6)
-    data = FederatedDataModule(
-        TensorDataset(x, x[:, 0]), TensorDataset(x, x[:, 0]), num_clients=2, batch_size=4
-    )
+    rows = TensorDataset(x, x[:, 0])
+    user = ClientModule(network(False), [term()], sgd())
+    words = f"{term.__name__} requires the number of samples of each class"
+    with pytest.raises(FederationError, match=words):
+        fit(user, FederatedLoop(), FederatedDataModule(rows, rows, num_clients=2), rounds=1)
+
+
+def test_without_a_federation_it_is_refused():
     user = ClientModule(network(False), [FedLC()], sgd())
-    with pytest.raises(FederationError, match="FedLC requires the number of samples of each class"):
-        fit(user, FederatedLoop(seed=0), data, rounds=1)
     with pytest.raises(FederationError, match="add a FederatedLoop"):
-        user.training_step((x, torch.zeros(24, dtype=torch.long)), 0)
+        user.training_step((torch.randn(4, 6), torch.zeros(4, dtype=torch.long)), 0)
 
 
 @pytest.mark.parametrize(("terms", "expected"), [((), 0), ((FedLC(),), 1 + 2)])
@@ -80,7 +77,6 @@ def test_classes_are_counted_once_per_round_if_a_term_asks(fit, monkeypatch, ter
 
 def test_missing_classes_get_no_gradient():
     z = torch.randn(4, 3, requires_grad=True)
-    loss = nn.functional.cross_entropy(
-        calibrated_logits(z, torch.tensor([3, 0, 5]), 1.0), torch.tensor([0, 2, 2, 0])
-    )
+    logits = calibrated_logits(z, torch.tensor([3, 0, 5]), 1.0)
+    loss = nn.functional.cross_entropy(logits, torch.tensor([0, 2, 2, 0]))
     assert torch.autograd.grad(loss, z)[0][:, 1].tolist() == [0.0] * 4

@@ -3,17 +3,7 @@
 import pytest
 import torch
 
-from by_hand import (
-    assert_equal,
-    copied,
-    cross_entropy,
-    forward,
-    gradient,
-    module,
-    moved,
-    network,
-    simulate,
-)
+from by_hand import Both, copied, cross_entropy, forward, gradient, module, moved
 from lightning_fl.functional.distillation import not_true_divergence
 from lightning_fl.objectives import FedNTD
 
@@ -32,9 +22,6 @@ def divergence(z, teacher, y, tau):
 @pytest.mark.parametrize("batchnorm", [False, True])
 def test_by_hand(run, batchnorm):
     """The received model is in evaluation mode, with its own statistics."""
-    first = network(batchnorm).double()
-    user, other = (module(FedNTD(0.8, 2.0), batchnorm=batchnorm) for _ in range(2))
-    _, rounds, data = run(user, rounds=2)
 
     def train(client, params, buffers, batches):
         received = params, copied(buffers)
@@ -48,10 +35,8 @@ def test_by_hand(run, batchnorm):
             params = moved(params, gradient(loss, params))
         return params, buffers
 
-    params, buffers = simulate(first, rounds, data.num_samples, train)
-    run(other, 2, rounds=2)
-    for net in (user.net, other.net):
-        assert_equal(net, params, buffers)
+    both = Both(run, lambda: module(FedNTD(0.8, 2.0), batchnorm=batchnorm), rounds=2)
+    both.assert_trained_as(train)
 
 
 def test_two_classes_have_one_other_class():

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
 from by_hand import Batches, cross_entropy, forward, gradient, moved, network, sgd, skewed, start
 from lightning_fl import ClientModule, FederatedLoop, VectorizedClients
 from lightning_fl.aggregators import FedAdam, FedAvg, FedExP
-from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import FedProto
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
@@ -98,23 +96,17 @@ def test_by_hand(run, strength, weighting):
         assert torch.equal(user.net.get_parameter(name), value)  # not averaged
 
 
-@pytest.mark.parametrize("group", [None, 2])
-def test_a_class_without_a_client_has_no_prototype(fit, group):
+def test_a_class_without_a_client_has_no_prototype(fit):
     """Others are pulled to the prototypes of the last round only."""
-    seen = Batches()
-    user, options = module(batchnorm=False), {"clients_per_round": 2, **LOCAL}
-    loop = FederatedLoop(policy=Schedule(num_steps=3), seed=2, **options)
-    fit(user, loop, skewed(), rounds=4, callbacks=[seen])
-    networks, prototypes = plainly(seen.rounds, 0.7, "uniform", batchnorm=False)
-    assert len(prototypes) == 2
-    if group is not None:
-        user, again = (
-            module(batchnorm=False),
-            FederatedLoop(policy=Schedule(num_steps=3), seed=2, **options),
-        )
-        loop = again
-        fit(VectorizedClients(user, group, compile=False), again, skewed(), rounds=4)
-    assert_equal(user, loop, networks, prototypes)
+    seen, options = Batches(), {"clients_per_round": 2, **LOCAL}
+    for group, callbacks in ((None, [seen]), (2, [])):
+        user = module(batchnorm=False)
+        clients = user if group is None else VectorizedClients(user, group, compile=False)
+        loop = FederatedLoop(policy=Schedule(num_steps=3), seed=2, **options)
+        fit(clients, loop, skewed(), rounds=4, callbacks=callbacks)
+        networks, prototypes = plainly(seen.rounds, 0.7, "uniform", batchnorm=False)
+        assert len(prototypes) == 2
+        assert_equal(user, loop, networks, prototypes)
 
 
 def test_rounding_errors_of_a_sum_are_no_prototype(run):
@@ -156,11 +148,3 @@ def test_prototypes_are_saved_and_loaded_without_a_fit(run):
 def test_what_does_not_average_prototypes_and_weights_alike_is_refused(run, options, wrong):
     with pytest.raises(FederationError, match=f"which {wrong} would change"):
         run(module(), **LOCAL | options)
-
-
-def test_labels_that_are_no_classes_are_refused(fit):
-    x = torch.randn(24, 6, dtype=torch.float64)
-    rows = TensorDataset(x, x[:, 0])
-    data = FederatedDataModule(rows, rows, num_clients=2, batch_size=4)
-    with pytest.raises(FederationError, match="FedProto requires the number of samples of each"):
-        fit(module(), FederatedLoop(**LOCAL), data, rounds=1)

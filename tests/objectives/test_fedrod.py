@@ -4,17 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from by_hand import (
-    assert_equal,
-    cross_entropy,
-    forward,
-    gradient,
-    module,
-    moved,
-    network,
-    sgd,
-    simulate,
-)
+from by_hand import Both, cross_entropy, forward, gradient, module, moved, sgd
 from lightning_fl import ClientModule, FederatedLoop, VectorizedClients
 from lightning_fl.callbacks import PersonalizedEvaluation
 from lightning_fl.functional.calibration import balanced_logits
@@ -38,10 +28,9 @@ def balanced(z, y, n, gamma):
 @pytest.mark.parametrize("gamma", [1.0, 0.4])
 def test_by_hand(run, gamma):
     """The body and the shared head do not learn from the personal loss; absent clients keep P."""
-    first, user, other = network(True).double(), module(FedRoD(gamma)), module(FedRoD(gamma))
     scores = PersonalizedEvaluation(steps=0)
-    loop, rounds, data = run(user, callbacks=[scores])
-    counts, heads = data.class_counts.tolist(), {}
+    both = Both(run, lambda: module(FedRoD(gamma)), [scores])
+    counts, heads = both.data.class_counts.tolist(), {}
 
     def train(client, params, buffers, batches):
         zeros = {n: torch.zeros_like(params[f"3.{n}"]) for n in ("weight", "bias")}
@@ -64,19 +53,15 @@ def test_by_hand(run, gamma):
         heads[client] = head
         return params, buffers
 
-    params, buffers = simulate(first, rounds, data.num_samples, train)
-    vectorized, _, _ = run(other, 2)
-    for net in (user.net, other.net):
-        assert_equal(net, params, buffers)
+    params, buffers = both.assert_trained_as(train)
     for client, head in heads.items():
-        for found in (loop.store.get(client), vectorized.store.get(client)):
+        for loop in (both.loop, both.vectorized):
             for name, value in head.items():
-                torch.testing.assert_close(found[HEAD + name], value, rtol=0, atol=1e-12)
-        x, y = data.train.fetch(data.local_tests[client])
-        f, z = forward(params, buffers, x, train=False)
-        right = (z + f @ head["weight"].T + head["bias"]).argmax(1) == y
-        assert scores.rows[client]["kept"] == right.double().mean()
-    assert set(module().state_dict()) == set(user.state_dict())
+                found = loop.store.get(client)[HEAD + name]
+                torch.testing.assert_close(found, value, rtol=0, atol=1e-12)
+        sums = {f"3.{name}": params[f"3.{name}"] + value for name, value in head.items()}
+        assert scores.rows[client]["kept"] == both.accuracy(client, params | sums, buffers)
+    assert set(module().state_dict()) == set(both.user.state_dict())
 
 
 def test_the_personal_model_is_the_network_with_the_sum_of_both_heads(run):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from by_hand import assert_equal, copied, moved, network, sgd, simulate, task_gradient
+from by_hand import Both, copied, moved, network, sgd, task_gradient
 from lightning_fl.functional.sharpness import ascent
 from lightning_fl.objectives import FedSAM
 
@@ -12,12 +12,9 @@ from lightning_fl.objectives import FedSAM
 @pytest.mark.parametrize("batchnorm", [False, True])
 def test_by_hand(run, batchnorm, adaptive):
     """The first pass leaves the running statistics; one norm over all parameters of a client."""
-    first, options = network(batchnorm).double(), {"rho": 0.4, "adaptive": adaptive, "offset": 0.3}
-    user, other = (
-        FedSAM(network(batchnorm), optimizer=sgd(weight_decay=0.1), **options).double()
-        for _ in range(2)
-    )
-    _, rounds, data = run(user, rounds=2)
+
+    def make():
+        return FedSAM(network(batchnorm), 0.4, adaptive, 0.3, sgd(weight_decay=0.1)).double()
 
     def scale(p):
         return p.abs() + 0.3 if adaptive and p.ndim > 1 else torch.ones_like(p)
@@ -31,10 +28,7 @@ def test_by_hand(run, batchnorm, adaptive):
             w = moved(w, {n: g[n] + 0.1 * w[n] for n in w})
         return w, buffers
 
-    params, buffers = simulate(first, rounds, data.num_samples, train)
-    run(other, 2, rounds=2)
-    for net in (user.net, other.net):
-        assert_equal(net, params, buffers)
+    Both(run, make, rounds=2).assert_trained_as(train)
 
 
 def test_a_gradient_of_zero_moves_nothing():

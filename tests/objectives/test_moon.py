@@ -6,32 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from by_hand import (
-    assert_equal,
-    copied,
-    cross_entropy,
-    forward,
-    gradient,
-    local,
-    module,
-    moved,
-    network,
-    sgd,
-    simulate,
-)
+from by_hand import Both, copied, cross_entropy, forward, gradient, module, moved, sgd
 from lightning_fl import ClientModule
 from lightning_fl.functional.contrastive import model_contrastive_loss
 from lightning_fl.objectives import MOON
 from lightning_fl.types import FederationError
+from written import Written
 
 
 @pytest.mark.parametrize(("batchnorm", "point"), [(False, None), (True, "2")])
 def test_by_hand(run, batchnorm, point):
     """Partners in evaluation mode, each with its own statistics; the last round of a client."""
     mu, temperature = 2.0, 0.3
-    first = network(batchnorm).double()
-    user, other = (module(MOON(mu, temperature, point), batchnorm=batchnorm) for _ in range(2))
-    loop, rounds, datamodule = run(user, rounds=4)
     previous = {}
 
     def train(client, params, buffers, batches):
@@ -53,15 +39,13 @@ def test_by_hand(run, batchnorm, point):
         previous[client] = copied(params), copied(buffers)
         return params, buffers
 
-    params, buffers = simulate(first, rounds, datamodule.num_samples, train)
-    vectorized, _, _ = run(other, 2, rounds=4)
-    for net in (user.net, other.net):
-        assert_equal(net, params, buffers)
+    def make():
+        return module(MOON(mu, temperature, point), batchnorm=batchnorm)
+
+    both = Both(run, make, rounds=4)
+    both.assert_trained_as(train)
     for client, (params, buffers) in previous.items():
-        for each in (loop, vectorized):
-            for name, value in {**params, **buffers}.items():
-                found = local(each, client, "previous")[name]
-                torch.testing.assert_close(found, value, rtol=0, atol=1e-12)
+        both.assert_kept(client, {**params, **buffers}, "previous")
 
 
 def test_limits(run):
@@ -79,23 +63,18 @@ def test_limits(run):
     torch.testing.assert_close(far, torch.full_like(far, 200.0))
 
 
-class Batch(nn.Module):
-    """A functional layer before the classifier."""
-
-    def __init__(self, last):
-        super().__init__()
-        self.one, self.two, self.last = nn.Linear(6, 4), nn.Linear(4, 3), last
-
-    def forward(self, x):
-        return self.last(self.two(self.one(x).relu_()))
+def ending_with(last, point=None):
+    """A module with a functional layer before the classifier."""
+    layers = {"one": nn.Linear(6, 4), "two": nn.Linear(4, 3), "last": last}
+    net = Written(lambda net, x: net.last(net.two(net.one(x).relu_())), **layers)
+    return ClientModule(net, [MOON(point=point)], sgd()).double()
 
 
 def test_representation_is_found_or_refused(run):
     for last in (nn.Identity(), nn.LogSoftmax(1)):
         with pytest.raises(FederationError, match="set point to the name of a module"):
-            run(ClientModule(Batch(last), [MOON()], sgd()).double(), rounds=1)
+            run(ending_with(last), rounds=1)
     for point in ("last", "three"):
         with pytest.raises(FederationError, match="point"):
-            run(ClientModule(Batch(nn.LogSoftmax(1)), [MOON(point=point)], sgd()).double())
-    functional = ClientModule(Batch(nn.Linear(3, 3)), [MOON()], sgd()).double()
-    run(functional, rounds=2)
+            run(ending_with(nn.LogSoftmax(1), point))
+    run(ending_with(nn.Linear(3, 3)), rounds=2)

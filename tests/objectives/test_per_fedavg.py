@@ -6,18 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from by_hand import (
-    assert_equal,
-    copied,
-    cross_entropy,
-    forward,
-    moved,
-    network,
-    sgd,
-    simulate,
-    start,
-    task_gradient,
-)
+from by_hand import Both, copied, moved, network, sgd, task_gradient, task_loss
 from lightning_fl.callbacks import PersonalizedEvaluation
 from lightning_fl.objectives import PerFedAvg
 from lightning_fl.partition import IID
@@ -33,10 +22,6 @@ def module(batchnorm=True, inner_lr=0.4, hessian=False):
 def test_by_hand(run, batchnorm, hessian):
     """The Hessian by differentiating twice, as a matrix of its own samples."""
     a = 0.4
-    first = network(batchnorm).double()
-    user, other = (module(batchnorm, a, hessian) for _ in range(2))
-    scores = PersonalizedEvaluation(steps=0)
-    _, rounds, datamodule = run(user, rounds=2, callbacks=[scores])
 
     def train(client, w, buffers, batches):
         for x, y in batches:
@@ -47,8 +32,7 @@ def test_by_hand(run, batchnorm, hessian):
             if hessian:
                 leaves = [p.clone().requires_grad_() for p in w.values()]
                 params = dict(zip(w, leaves, strict=True))
-                x2, y2 = parts[1]
-                loss = cross_entropy(forward(params, copied(buffers), x2)[1], y2)
+                loss = task_loss(params, copied(buffers), parts[1])
                 g = torch.autograd.grad(loss, leaves, create_graph=True)
                 product = sum((u * grads[n]).sum() for n, u in zip(w, g, strict=True))
                 h = torch.autograd.grad(product, leaves)
@@ -56,40 +40,34 @@ def test_by_hand(run, batchnorm, hessian):
             w = moved(w, grads)
         return w, buffers
 
-    params, buffers = simulate(first, rounds, datamodule.num_samples, train)
+    scores = PersonalizedEvaluation(steps=0)
     # torch 2.14 maps the second derivative of BatchNorm wrongly, which the first step reveals.
     is_wrong = pytest.warns(UserWarning, match="one client after another")
     with is_wrong if batchnorm and hessian else nullcontext():
-        run(other, 2, rounds=2)
-    for net in (user.net, other.net):
-        assert_equal(net, params, buffers)
+        both = Both(run, lambda: module(batchnorm, a, hessian), [scores], rounds=2)
+    params, buffers = both.assert_trained_as(train)
     for client, row in enumerate(scores.rows):
         statistics = copied(buffers)
-        batch = datamodule.train.fetch(datamodule.parts[client])
+        batch = both.data.train.fetch(both.data.parts[client])
         one = moved(params, task_gradient(params, statistics, batch), a)
-        x, y = datamodule.train.fetch(datamodule.local_tests[client])
-        right = forward(one, statistics, x, train=False)[1].argmax(1) == y
-        assert row["kept"] == right.double().mean()
+        assert row["kept"] == both.accuracy(client, one, statistics)
 
 
 def test_without_an_inner_step_it_is_fedavg_on_the_last_part(run):
-    user = module(inner_lr=0.0)
-    _, rounds, datamodule = run(user, rounds=2)
-
     def train(client, w, buffers, batches):
         for x, y in batches:
             half = len(x) // 2
             w = moved(w, task_gradient(w, buffers, (x[half:], y[half:])))
         return w, buffers
 
-    assert_equal(user.net, *simulate(network(True).double(), rounds, datamodule.num_samples, train))
+    Both(run, lambda: module(inner_lr=0.0), rounds=2).assert_trained_as(train)
 
 
 def test_frozen_layers_do_not_adapt(run):
     user, other = module(), module()
     for each in (user, other):
         each.net[0].requires_grad_(False)
-    before = start(user.net)[0]["0.weight"]
+    before = user.net[0].weight.detach().clone()
     run(user, callbacks=[PersonalizedEvaluation(steps=0)])
     run(other, 3)
     assert torch.equal(user.net[0].weight, before)

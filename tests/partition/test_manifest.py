@@ -66,15 +66,6 @@ def test_people_can_read_the_file(tmp_path):
     assert sum(line.startswith("    [") for line in lines) == 2
 
 
-def tampered(tmp_path, change):
-    path = tmp_path / "m.json"
-    manifest().write(path)
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    return path
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -100,7 +91,11 @@ def tampered(tmp_path, change):
     ],
 )
 def test_a_changed_file_is_refused_by_name(tmp_path, change, words):
-    path = tampered(tmp_path, change)
+    path = tmp_path / "m.json"
+    manifest().write(path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
     with pytest.raises(FederationError, match=words) as error:
         Manifest.read(path)
     assert str(path) in str(error.value)

@@ -6,17 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_fl import ClientModule
+from feedback import feedback
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import AdaptiveMu, DiscreteGaussianReinforce, Schedule
-from lightning_fl.types import FederationError, Feedback, RoundPlan
+from lightning_fl.types import FederationError
 from two_classes import samples
-
-
-def feedback(round=0, before=None, after=None, losses=None, weights=None):
-    plan = RoundPlan(0, round, torch.arange(2), torch.ones(2, dtype=torch.int64))
-    return Feedback(plan, before, after, losses, weights)
+from written_plainly import module
 
 
 @pytest.mark.parametrize(
@@ -54,26 +50,19 @@ def test_the_first_round_is_compared_with_the_initial_model():
 def test_client_losses_are_weighted_and_dropped_clients_left_out():
     policy = AdaptiveMu(loss="clients")
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)
-    policy.update(feedback(losses=torch.tensor([1.0, 3.0]).double(), weights=half))
+    policy.update(feedback(losses=[1.0, 3.0], weights=half))
     assert float(policy.last_loss) == 2.0
     one = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    policy.update(feedback(losses=torch.tensor([2.5, math.nan]).double(), weights=one))
+    policy.update(feedback(losses=[2.5, math.nan], weights=one))
     assert (float(policy.last_loss), float(policy.mu)) == (2.5, 0.1)
-    policy.update(feedback(losses=torch.tensor([math.nan] * 2).double(), weights=0 * one))
+    policy.update(feedback(losses=[math.nan] * 2, weights=0 * one))
     assert (float(policy.last_loss), float(policy.mu)) == (2.5, 0.1)
-
-
-def module(mu=0.0):
-    torch.manual_seed(0)
-    net = torch.nn.Linear(4, 2)
-    optimizer = lambda p: torch.optim.SGD(p, lr=0.2)  # noqa: E731
-    return ClientModule(net, [Proximal(mu)], optimizer).double()
 
 
 def test_the_value_follows_the_validation_loss_of_a_run(fit):
     policy = AdaptiveMu(0.5, patience=1, policy=Schedule(lr=3.0, num_steps=4))
     loop = FederatedLoop(policy=policy, seed=1, clients_per_round=3)
-    fit(module(), loop, samples(), rounds=6, num_sanity_val_steps=None)
+    fit(module([Proximal(0.0)]), loop, samples(), rounds=6, num_sanity_val_steps=None)
     losses, mu = [row["val_loss"] for row in loop.rows], [row["mu"] for row in loop.rows]
     changes = [0.1 if b > a else -0.1 for a, b in pairwise(losses[:-1])]
     assert [b - a for a, b in pairwise(mu[1:])] == pytest.approx(changes)
@@ -91,9 +80,8 @@ def test_the_other_policy_learns_too():
 
 
 def test_policy_without_a_use_for_mu_raises(fit):
-    plain = ClientModule(torch.nn.Linear(4, 2)).double()
     with pytest.raises(FederationError, match="AdaptiveMu sets mu, and ClientModule declares"):
-        fit(plain, FederatedLoop(policy=AdaptiveMu(), seed=1), samples())
+        fit(module(), FederatedLoop(policy=AdaptiveMu(), seed=1), samples())
     twice = AdaptiveMu(policy=Schedule(values={"mu": 1.0}))
     with pytest.raises(FederationError, match="both AdaptiveMu and Schedule set mu"):
-        fit(module(), FederatedLoop(policy=twice, seed=1), samples())
+        fit(module([Proximal(0.0)]), FederatedLoop(policy=twice, seed=1), samples())

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from feedback import feedback
 from lightning_fl.contracts.plan import full
 from lightning_fl.policies import (
     AdaptiveMu,
@@ -14,7 +15,7 @@ from lightning_fl.policies import (
     Stragglers,
 )
 from lightning_fl.runners import Phase
-from lightning_fl.types import FederationError, Feedback, RoundPlan
+from lightning_fl.types import FederationError, RoundPlan
 
 POLICIES = {
     "Schedule()": Schedule,
@@ -39,12 +40,10 @@ def learned(policy, rounds=3):
     """The policy after some rounds."""
     for t in range(rounds):
         policy.sample(t, COHORTS[1])
-        steps = torch.ones_like(COHORTS[1])
-        plan = RoundPlan(0, t, COHORTS[1], steps)
         before, after = None if t == 0 else 1 / t, None if t == 1 else 1 / (t + 1)
         if "val_loss" in policy.learns_from:
             before, after = 1 / (t + 1), 1 / (t + 2)
-        policy.update(Feedback(plan, before, after))
+        policy.update(feedback(t, before, after, clients=COHORTS[1].tolist()))
     return policy
 
 

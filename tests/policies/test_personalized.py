@@ -1,6 +1,7 @@
 """Personalized policies: draws, updates by hand, contributions by brute force."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from feedback import feedback as told
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, RunReport
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.round import Round
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.samplers import PoissonSampler
-from lightning_fl.types import FederationError, Feedback, RoundPlan
+from lightning_fl.types import FederationError
 from written_plainly import Lost
 
 TWO = [{"lr": 0.1, "num_steps": 2}, {"lr": 0.3, "num_steps": 5}]
@@ -22,11 +24,10 @@ RAW = {"floor": 0.0, "baseline": False, "normalize": False}
 
 
 def feedback(round, clients, contributions=None, weights=None, dropped=None, **metrics):
-    clients = torch.tensor(clients)
-    plan = RoundPlan(0, round, clients, torch.ones_like(clients))
-    weights = torch.full((len(clients),), 1 / len(clients)) if weights is None else weights
     given = None if contributions is None else torch.tensor(contributions, dtype=torch.float64)
-    return Feedback(plan, None, None, None, weights, lambda: given, metrics, dropped or {})
+    options = {"clients": clients, "metrics": metrics, "dropped": dropped or {}}
+    weights = torch.full((len(clients),), 1 / len(clients)) if weights is None else weights
+    return told(round, weights=weights, contributions=lambda: given, **options)
 
 
 def test_draws_belong_to_round_and_client_and_follow_the_probabilities():
@@ -82,9 +83,7 @@ def test_reward_by_hand_with_a_running_baseline():
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_setting_that_spoils_an_update_counts_as_the_worst(normalize, cause):
     """A client that is lost by chance learns nothing."""
-    policy = PersonalizedPolicyGradient(
-        TWO, step=0.5, seed=1, floor=0.0, baseline=False, normalize=normalize
-    )
+    policy = PersonalizedPolicyGradient(TWO, step=0.5, seed=1, **RAW | {"normalize": normalize})
     clients = torch.arange(3)
     chosen = (policy.sample(0, clients)["lr"] == 0.3).long()
     weights = torch.tensor([0.6, 0.0, 0.4])
@@ -127,25 +126,24 @@ def test_a_policy_hears_which_clients_were_dropped(simulate):
 
 
 @pytest.fixture
-def federation(fit, blobs):
-    def train(rounds=1, group_size=None, method="contribution", module=None, **options):
-        torch.manual_seed(0)
-        net = nn.Linear(6, 3)
-        made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-        data = FederatedDataModule(
-            blobs(90), blobs(50, seed=2), num_clients=4, batch_size=8, eval_batch_size=20, seed=1
-        )
-        policy = PersonalizedPolicyGradient(TWO, method, step=0.5, floor=0.0)
-        loop = FederatedLoop(policy=policy, seed=4, client_fraction=0.75)
-        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
-        fit(user, loop, data, rounds=rounds, **options)
-        return policy, loop, data, made
+def federation(simulate, data, blobs):
+    """Train with a policy; return the loop, the data and the module."""
+
+    def train(*callbacks, rounds=1, **options):
+        samples = data(blobs(90), val=blobs(50, seed=2), eval_batch_size=20, seed=1)
+        policy = PersonalizedPolicyGradient(TWO, step=0.5, floor=0.0)
+        options |= {"policy": policy, "seed": 4, "client_fraction": 0.75, "datamodule": samples}
+        module, loop = simulate(*callbacks, rounds=rounds, quiet=False, **options)
+        return loop, samples, module
 
     return train
 
 
-@pytest.mark.parametrize("group_size", [None, 2])
-def test_credits_are_derivatives_by_dummies(federation, monkeypatch, group_size):
+PAIRS = partial(VectorizedClients, group_size=2, compile=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"wrap": PAIRS}], ids=["one by one", "vectorized"])
+def test_credits_are_derivatives_by_dummies(federation, monkeypatch, options):
     """dL/d1_i of L(w + sum_i 1_i p_i (w_i - w)) at ones, by autograd through all of it."""
     seen = {}
 
@@ -163,7 +161,7 @@ def test_credits_are_derivatives_by_dummies(federation, monkeypatch, group_size)
         seen["server"] = self.server.vector
 
     monkeypatch.setattr(Round, "collect", noted)
-    _, _, data, module = federation(group_size=group_size)
+    _, data, module = federation(**options)
     clients = seen["plan"].clients.tolist()
     n = data.num_samples[clients].double()
     p = n / n.sum()
@@ -177,8 +175,8 @@ def test_credits_are_derivatives_by_dummies(federation, monkeypatch, group_size)
     assert module.training
 
 
-def test_probabilities_are_in_the_table_and_drawn(federation, tmp_path):
-    _, loop, _, _ = federation(2, callbacks=[RunReport()])
+def test_probabilities_are_in_the_table_and_drawn(federation):
+    loop, _, _ = federation(RunReport(), rounds=2)
     assert 0 < loop.rows[-1]["p_0"] < 1
 
 

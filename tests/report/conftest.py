@@ -19,6 +19,18 @@ CONFIG = {
 }
 
 
+ENVIRONMENT = {
+    "state": "finished",
+    "rounds": 4,
+    "seed": 1,
+    "batch_size": 32,
+    "network": "MLPClassifier",
+    "parameters": 7510,
+    "aggregator": "FedAvg(weighting='samples')",
+    "policy": "Schedule(lr=0.1)",
+    "versions": {"torch": "2.14.1"},
+}
+
 BY_ROUND = by_round("1,11", "2,11", "3,15", "4,11", legend="1=arrived 5=non_finite")
 
 
@@ -39,7 +51,9 @@ def manifest():
 def folder(tmp_path):
     """Write a run's folder; returns it."""
 
-    def make(name="digits/version_0", accuracies=(0.25, 0.5, 0.75, 0.5), **files):
+    def make(
+        name="digits/version_0", accuracies=(0.25, 0.5, 0.75, 0.5), environment=ENVIRONMENT, **files
+    ):
         path = tmp_path / name
         path.mkdir(parents=True)
         lines = [
@@ -53,19 +67,7 @@ def folder(tmp_path):
         contents = {
             "rounds.csv": "\n".join(lines) + "\n",
             "config.yaml": yaml.safe_dump(CONFIG),
-            "environment.json": json.dumps(
-                {
-                    "state": "finished",
-                    "rounds": 4,
-                    "seed": 1,
-                    "batch_size": 32,
-                    "network": "MLPClassifier",
-                    "parameters": 7510,
-                    "aggregator": "FedAvg(weighting='samples')",
-                    "policy": "Schedule(lr=0.1)",
-                    "versions": {"torch": "2.14.1"},
-                }
-            ),
+            "environment.json": json.dumps(environment),
             "partition.json": partition_json([3, 2], [{0: 3}, {1: 2}], classes_per_client=1),
             "participation.csv": "client,train_samples,rounds,dropped,train_acc\n"
             "0,3,4,0,1.0\n1,2,4,1,0.5\n",
@@ -88,13 +90,8 @@ def seeds(folder):
     def make(name, *finals, **files):
         files = {"client_losses__csv__gz": by_round("1,11", "2,11")} | files
         return [
-            folder(
-                f"{name}/version_{seed}",
-                (0.0, last),
-                environment__json=json.dumps({"seed": seed, "state": "finished"}),
-                **files,
-            )
-            for seed, last in enumerate(finals)
+            folder(f"{name}/version_{i}", (0.0, last), {"seed": i, "state": "finished"}, **files)
+            for i, last in enumerate(finals)
         ]
 
     return make

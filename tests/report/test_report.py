@@ -131,16 +131,10 @@ EVIL = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
 
 
 def test_files_are_shown_as_text_never_as_markup(folder, config, manifest, tmp_path):
-    told = {
-        "state": EVIL,
-        "network": EVIL,
-        "parameters": 1,
-        "aggregator": EVIL,
-        "machine": {EVIL: EVIL, "threads": 1},
-    }
+    told = dict.fromkeys(("state", "network", "aggregator"), EVIL) | {"parameters": 1, "rounds": 9}
     files = {
+        "environment": told | {"machine": {EVIL: EVIL, "threads": 1}, "versions": {EVIL: EVIL}},
         "config__yaml": config(data__class_path=EVIL) + f"{json.dumps(EVIL)}: {json.dumps(EVIL)}\n",
-        "environment__json": json.dumps(told | {"rounds": 9, "versions": {EVIL: EVIL}}),
         "partition__json": manifest([1], [{0: 1}], EVIL, **{EVIL: EVIL}),
         "participation__csv": f"client,train_samples,name\n0,1,{EVIL.replace(chr(34), chr(39))}\n",
         "rounds__csv": f"round,val_acc,$\\frac{{$ {EVIL},_\n1,0.5,1,2\n2,0.6,2,1\n",
@@ -155,8 +149,8 @@ def test_files_are_shown_as_text_never_as_markup(folder, config, manifest, tmp_p
 
 
 def test_an_unfinished_run_says_so(folder):
-    told = json.dumps({"state": "KeyboardInterrupt", "rounds": 60})
-    page = about_run(read_run(folder(environment__json=told, participation__csv=None)))
+    told = {"state": "KeyboardInterrupt", "rounds": 60}
+    page = about_run(read_run(folder(environment=told, participation__csv=None)))
     (warning,) = page.warnings
     assert "is unfinished (KeyboardInterrupt): 4 of 60 rounds are done" in warning
     assert ("rounds", "4 of 60") in page.figures
@@ -218,7 +212,7 @@ def test_numbers_that_are_not_finite_are_gaps(folder):
 
 def test_the_metric_of_clients_has_its_name(folder):
     files = {"clients__csv": "client,train_samples,test_samples,server\n0,3,1,0.5\n1,2,3,0.25\n"}
-    files["environment__json"] = json.dumps({"client_metric": "dice"})
+    files["environment"] = {"client_metric": "dice"}
     paths = [folder(f"{at}/version_0", **files) for at in "ab"]
     page = about_run(read_run(paths[0]))
     (section,) = (s for s in page.sections if s.title == "Clients")
@@ -234,30 +228,21 @@ def test_scores_on_test_samples_go_first(folder):
     page = about_run(read_run(folder(clients__csv=clients)))
     (section,) = (s for s in page.sections if s.title == "Clients")
     assert section.pictures[0].panels[0].ylabel == "accuracy on own test samples"
+    summary, by_client = section.tables
     # Weighted by test samples: (0.5 + 3 * 0.25) / 4.
-    assert section.tables[0].rows[0] == [
-        "server",
-        "0.375",
-        "0.3125",
-        "0.125",
-        "0.375",
-        "0.25",
-        "0.25",
-    ]
-    assert section.tables[1].head == [
-        *("client", "training samples", "rounds", "dropped", "non-finite values"),
-        *("server", "personal"),
-    ]
-    assert section.tables[1].rows == [
+    assert summary.rows[0] == ["server", "0.375", "0.3125", "0.125", "0.375", "0.25", "0.25"]
+    head = ["client", "training samples", "rounds", "dropped", "non-finite values"]
+    assert by_client.head == [*head, "server", "personal"]
+    assert by_client.rows == [
         ["1", "2", "4", "1", "1", "0.25", "1"],  # the worst first
         ["0", "3", "4", "0", "0", "0.5", "1"],
     ]
-    assert section.tables[1].sortable
+    assert by_client.sortable
 
 
 def test_why_clients_were_not_measured_is_said(folder):
-    told = json.dumps({"no train_acc": "NotImplementedError: no forward"})
-    page = about_run(read_run(folder(environment__json=told, participation__csv=None)))
+    told = {"no train_acc": "NotImplementedError: no forward"}
+    page = about_run(read_run(folder(environment=told, participation__csv=None)))
     (section,) = (s for s in page.sections if s.title == "Clients")
     assert "(NotImplementedError: no forward)" in section.text[0]
 
@@ -266,13 +251,12 @@ def test_why_clients_were_not_measured_is_said(folder):
 def two_groups(folder, config):
     """Two seeds each of two numbers of clients; final accuracies 0.2, 0.4 and 0.7, 0.9."""
     for i, (share, last) in enumerate(((0.1, 0.2), (0.1, 0.4), (1.0, 0.7), (1.0, 0.9))):
-        told = {"state": "finished", "rounds": 2, "seed": i % 2}
         path = folder(
             f"digits/version_{i}",
-            accuracies=(0.1, last),
+            (0.1, last),
+            {"state": "finished", "rounds": 2, "seed": i % 2},
             client_losses__csv__gz=by_round("1,11", "2,11"),
             config__yaml=config(seed_everything=i % 2, federation__client_fraction=share),
-            environment__json=json.dumps(told),
         )
     return path.parent
 
@@ -321,19 +305,11 @@ def test_less_of_an_error_is_better(name):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_less_of_an_error_is_better_in_a_table_for_a_paper(folder, tmp_path):
+def test_less_of_an_error_is_better_in_a_table_for_a_paper(seeds, tmp_path):
     none = dict.fromkeys(("client_losses__csv__gz", "participation__csv"))
     paths = {
-        group: [
-            folder(
-                f"{group}/version_{seed}",
-                rounds__csv=f"round,clients,rmse,figure\n1,2,{value + seed / 100},{value}\n",
-                environment__json=json.dumps({"seed": seed, "state": "finished"}),
-                **none,
-            )
-            for seed in range(3)
-        ]
-        for group, value in (("good", 1.0), ("bad", 2.0))
+        name: seeds(name, 0, 0, 0, rounds__csv=f"round,clients,rmse,figure\n1,2,{x},{x}\n", **none)
+        for name, x in (("good", 1.0), ("bad", 2.0))
     }
     latex, page = tmp_path / "table.tex", tmp_path / "a.html"
     report(paths, page, latex=latex, metric="rmse")
@@ -364,11 +340,8 @@ def test_the_comparison_lists_every_run_and_what_differs(two_groups):
     page = about_groups(group([read_run(folder) for folder in folders]))
     tables = {t.head[0]: t for section in page.sections for t in section.tables}
     head = ["group", "seeds", "rounds", "final val_acc", "95 % interval", "best val_acc"]
-    head += [
-        "worst tenth of clients, own training samples",
-        "updates dropped",
-        "upload and download (MB)",
-    ]
+    head += ["worst tenth of clients, own training samples", "updates dropped"]
+    head += ["upload and download (MB)"]
     (groups,) = (section for section in page.sections if section.title == "Groups")
     compared, words = groups.tables
     assert compared.head == head
@@ -420,9 +393,8 @@ def test_runs_that_have_nothing_in_common_can_be_compared(folder, config):
 def test_seeds_and_clients_are_names_and_what_nobody_logged_has_no_column(folder):
     files = {"rounds__csv": "round,virtual_time\n1,150\n", "config__yaml": None}
     files["participation__csv"] = "client,train_samples\n1234,1\n"
-    files["client_losses__csv__gz"] = None
-    told = json.dumps({"seed": 12345})
-    runs = [read_run(folder(f"{i}/v", environment__json=told, **files)) for i in range(2)]
+    files |= {"client_losses__csv__gz": None, "environment": {"seed": 12345}}
+    runs = [read_run(folder(f"{i}/v", **files)) for i in range(2)]
     page = about_groups(group(runs))
     tables = {t.head[0]: t for section in page.sections for t in section.tables}
     assert tables["run"].head[:4] == ["run", "group", "seed", "rounds"]
@@ -704,8 +676,8 @@ def test_a_large_federation_fits_into_two_megabytes(folder, manifest):
 def test_the_command_that_repeats_a_run_has_what_the_machine_chose(
     folder, config, machine, changes, words
 ):
-    told = json.dumps({"machine": machine, "rounds": 4})
-    page = about_run(read_run(folder(environment__json=told, config__yaml=config(**changes))))
+    told = {"machine": machine, "rounds": 4}
+    page = about_run(read_run(folder(environment=told, config__yaml=config(**changes))))
     assert page.sections[-1].verbatim[0].content == f"lightning-fl fit --config config.yaml {words}"
 
 
@@ -714,10 +686,9 @@ def test_runs_are_paired_by_their_seeds(folder, config):
     runs = []
     for share, by_seed in finals.items():
         for seed, last in by_seed.items():
-            changes = {"seed_everything": seed, "federation__client_fraction": share}
-            told = json.dumps({"seed": seed})
-            files = {"config__yaml": config(**changes), "environment__json": told}
-            runs.append(read_run(folder(f"{share}-{seed}/v", (0.0, last), **files)))
+            text = config(seed_everything=seed, federation__client_fraction=share)
+            path = folder(f"{share}-{seed}/v", (0.0, last), {"seed": seed}, config__yaml=text)
+            runs.append(read_run(path))
     page = about_groups(group(runs))
     (section,) = (section for section in page.sections if section.title == "Paired seeds")
     # Differences 0.2, 0.1, 0.3: mean 0.2, s = 0.1, half width 4.3027 * 0.1 / sqrt(3) = 0.2484.
@@ -732,12 +703,8 @@ def test_best_group_has_no_alarm_and_is_separated_by_seeds_or_not(seeds):
         groups = [Group(name, list(map(read_run, each))) for name, each in folders.items()]
         return about_groups(groups).lead[-1].replace(NBSP, " ")
 
-    best = "high has the best final val_acc"
-    low, near, far = (
-        seeds("a", 0.1, 0.2, 0.3),
-        seeds("b", 0.3, 0.2, 0.6),
-        seeds("c", 0.5, 0.6, 0.71),
-    )
+    best, low = "high has the best final val_acc", seeds("a", 0.1, 0.2, 0.3)
+    near, far = seeds("b", 0.3, 0.2, 0.6), seeds("c", 0.5, 0.6, 0.71)
     # Differences 0.2, 0, 0.3: half width 0.38.
     not_separated = f"{best}, 0.37 ± 0.21. The seeds do not separate it from low."
     assert compared(low=low, high=near) == not_separated
@@ -753,8 +720,7 @@ def test_values_that_some_seeds_lack_are_marked(folder, config):
     for seed in (1, 2, 3):
         files = {"config__yaml": config(seed_everything=seed)}
         if seed > 1:
-            test = {"metrics": {"test_acc": 0.5}, "checkpoint": "last.ckpt"}
-            files["test__json"] = json.dumps(test)
+            files["test__json"] = '{"metrics": {"test_acc": 0.5}, "checkpoint": "last.ckpt"}'
         runs.append(read_run(folder(f"{seed}/v", (0.0, 0.9), **files)))
     page = about_groups(group(runs))
     (section,) = (section for section in page.sections if section.title == "Groups")

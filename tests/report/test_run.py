@@ -22,13 +22,8 @@ def test_a_folder_is_read(folder):
     assert run.partition.class_counts == [{0: 3}, {1: 2}]
     assert run.outcomes.names[5] == "non-finite values"
     assert run.outcomes.codes.tolist() == [[1, 1], [1, 1], [1, 5], [1, 1]]
-    assert run.participation[1] == {
-        "client": 1,
-        "train_samples": 2,
-        "rounds": 4,
-        "dropped": 1,
-        "train_acc": 0.5,
-    }
+    row = {"client": 1, "train_samples": 2, "rounds": 4, "dropped": 1, "train_acc": 0.5}
+    assert run.participation[1] == row
     assert run.test["metrics"]["test_acc"] == 0.5
     assert math.isnan(run.test["metrics"]["loss"])  # JSON has null
 
@@ -67,8 +62,8 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, name):
     ],
 )
 def test_a_run_says_whether_it_is_finished(folder, state, rounds, finished):
-    told = json.dumps({"state": state, "rounds": rounds})
-    assert read_run(folder(environment__json=told)).is_finished is finished
+    run = read_run(folder(environment={"state": state, "rounds": rounds}))
+    assert run.is_finished is finished
 
 
 def test_values_too_large_to_draw_and_missing_cells(folder):
@@ -116,14 +111,11 @@ def test_losses_and_scores_are_read(folder):
     assert outcomes.names[:2] == ["not sampled", "arrived"]
     assert outcomes.names[-1] == "low battery"
     assert outcomes.codes.tolist() == [[1, 6], [0, 0]]
-    assert {c: v.tolist() for c, v in outcomes.curves("loss").items()} == {
-        0: [[1, 2.5]],
-        1: [[1, math.inf]],
-    }
-    assert {c: v.tolist() for c, v in outcomes.curves("score").items()} == {
-        0: [[2, 0.25]],
-        1: [[1, 0.5]],
-    }
+    losses, scores = (
+        {c: v.tolist() for c, v in outcomes.curves(kind).items()} for kind in ("loss", "score")
+    )
+    assert losses == {0: [[1, 2.5]], 1: [[1, math.inf]]}
+    assert scores == {0: [[2, 0.25]], 1: [[1, 0.5]]}
 
 
 def test_other_callbacks_of_a_resumed_fit_are_told(folder, config):
@@ -144,6 +136,6 @@ def test_other_callbacks_of_a_resumed_fit_are_told(folder, config):
 )
 def test_files_of_an_earlier_fit_are_left_out(folder, environment, left_out):
     clients = "client,server\n0,0.5\n"
-    run = read_run(folder(environment__json=json.dumps(environment), clients__csv=clients))
+    run = read_run(folder(environment=environment, clients__csv=clients))
     names = ("clients", "participation", "outcomes")
     assert [name for name in names if not getattr(run, name)] == left_out
