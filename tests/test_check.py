@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 
-import troubles
 from grids import others_slow
 from hidden_state import GlobalNorm
 from lightning_fl import ClientModule
@@ -17,7 +16,7 @@ from lightning_fl.check import COLUMNS
 from lightning_fl.objectives import FedDecorr, WeightDivergence
 from lightning_fl.testing import check_federation
 from lightning_fl.types import FederationError
-from troubles import CARRIED, HARMLESS, Troubled, Watches, made
+from troubles import CALLBACKS_CARRY, CARRIED, HARMLESS, HOOKED, Troubled, Watches, made
 
 
 def outcome(make, *columns, **options):
@@ -42,25 +41,14 @@ def test_order_accepts_what_no_client_leaves(name):
     assert outcome(made(HARMLESS[name], [Watches]), "order").outcome == "equal"
 
 
-class Clips(Troubled):
-    """Its hook uses a number that grows from client to client, or one that does not."""
-
-    is_carried = True
-
-    def configure_gradient_clipping(self, optimizer, **options):
-        self.steps += self.is_carried
-        self.clip_gradients(optimizer, 1e-3 / (1 + 0.1 * self.steps), "norm")
-
-
+@pytest.mark.parametrize("kind", HOOKED)
 @pytest.mark.parametrize("is_carried", [True, False])
-def test_order_finds_state_of_hooks(is_carried):
-    kind = type("Clips", (Clips,), {"is_carried": is_carried})
+def test_order_finds_state_of_hooks(kind, is_carried):
+    kind = type(kind.__name__, (kind,), {"is_carried": is_carried})
     assert outcome(made(kind=kind), "order").outcome == ("different" if is_carried else "equal")
 
 
-@pytest.mark.parametrize(
-    "kind", others_slow([troubles.Averages], [troubles.Averages, troubles.ReadsGlobalStep])
-)
+@pytest.mark.parametrize("kind", others_slow(CALLBACKS_CARRY[:1], CALLBACKS_CARRY))
 def test_order_finds_state_of_callbacks(kind):
     result = outcome(made(lambda m: 1.0 + m.late, [kind]), "order")
     assert result.outcome == "different"
@@ -73,7 +61,7 @@ def test_order_names_first_what_differs_at_the_end():
     def factor(module):
         for name in "abcde":
             setattr(module, name, getattr(module, name, 0) + 1)
-        return troubles.previous_loss(module)
+        return CARRIED["previous loss"](module)
 
     assert "Troubled.late" in outcome(made(factor), "order").detail
 

@@ -132,6 +132,23 @@ HARMLESS = {
 }
 
 
+# --- hooks of the module --------------------------------------------------------------------------
+
+
+class Clips(Troubled):
+    """Its hook uses a number that grows from client to client, or one that does not."""
+
+    is_carried = True
+
+    def configure_gradient_clipping(self, optimizer, **options):
+        self.steps += self.is_carried
+        self.clip_gradients(optimizer, 1e-3 / (1 + 0.1 * self.steps), "norm")
+
+
+#: Modules whose hooks affect the next client: whole fits are compared, whatever the hook.
+HOOKED = [Clips]
+
+
 # --- callbacks ------------------------------------------------------------------------------------
 
 
@@ -161,6 +178,9 @@ class Watches(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.calls += 1
         self.seen.append(float(outputs["loss"]))
+
+
+CALLBACKS_CARRY = [Averages, ReadsGlobalStep]
 
 
 def made(factor=lambda m: 1.0, callbacks=(), kind=Troubled, **options):
