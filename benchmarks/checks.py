@@ -5,7 +5,8 @@
 
 ``configs`` checks the configurations of the package whose data are there (``LIGHTNING_FL_DATA``).
 ``troubles`` shows how state that clients share is found, for the modules and callbacks of
-``tests/troubles.py``. ``benchmarks/foreign.py`` checks modules of other packages.
+``tests/troubles.py`` and ``benchmarks/hook_troubles.py``. ``benchmarks/foreign.py`` checks modules
+of other packages.
 """
 
 from __future__ import annotations
@@ -113,14 +114,16 @@ def warned(make: Callable[[], Run]) -> str:
 def troubles() -> Iterator[Sequence[str]]:
     """Yield the head of a table, and a row for each trouble."""
     sys.path.insert(0, str(ROOT / "tests"))
+    from hook_troubles import CALLBACKS, MODULES
     from troubles import CALLBACKS_CARRY, CARRIED, HARMLESS, HOOKED, Watches, made
 
     yield "kind", "what clients share", "round 1", "`lightning-fl check --columns order`"
     cases = [("state that a step reads", name, made(factor)) for name, factor in CARRIED.items()]
-    cases += [("hook of the module", kind.__name__, made(kind=kind)) for kind in HOOKED]
+    hooked = (*HOOKED, *MODULES)
+    cases += [("hook of the module", kind.__name__, made(kind=kind)) for kind in hooked]
     cases += [
         ("callback", kind.__name__, made(lambda m: 1.0 + m.late, [kind]))
-        for kind in CALLBACKS_CARRY
+        for kind in (*CALLBACKS_CARRY, *CALLBACKS)
     ]
     cases += [("harmless", name, made(factor)) for name, factor in HARMLESS.items()]
     cases += [("harmless", "callback that looks", made(callbacks=[Watches]))]
