@@ -76,10 +76,10 @@ class FedAvg(Aggregator):
 
     def compute(self) -> Tensor:
         """Return the global model plus the mean update, unchanged if no client returned."""
-        return self.total.moved(self.server, self._normalizer())
+        return self.total.mean_plus(self.server, self._normalizer())
 
     def _mean(self) -> Tensor:
-        """Return the mean update in float64, zeros if no client returned."""
+        """Return the mean update in float64, zeros if no client returned, for other rules."""
         return sum_value(self.total).div_(self._normalizer())
 
     def _normalizer(self) -> Tensor:

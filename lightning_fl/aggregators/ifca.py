@@ -167,7 +167,7 @@ class IFCA(Aggregator):
         self.cluster_of = self.cluster_of.index_copy(0, ids, chosen)
         divisors, models = sum_value(self.weight).clamp(min=1), self.models.clone()
         for cluster, divisor in enumerate(divisors):
-            models[cluster] = self.sum_of(f"total_{cluster}").moved(models[cluster], divisor)
+            models[cluster] = self.sum_of(f"total_{cluster}").mean_plus(models[cluster], divisor)
         self.models = models
         members = torch.bincount(self.cluster_of + 1, minlength=self.clusters + 1)[1:].double()
         self.round_metrics["clusters"] = float((members > 0).sum())

@@ -111,7 +111,7 @@ class RunState:
             "options": self._options,
             **{name: deep_copy(rule.state_dict()) for name, rule in self._rules.items()},
             "unsaved buffers": deep_copy(unsaved_values(module)),
-            # Set if the checkpoint contains the model validated before the end of the round.
+            # The global model, set by RoundBoundary.dump if the file holds another, validated one.
             "server": None,
         }
 

@@ -112,7 +112,7 @@ class VectorSum:
             value[columns] = piece
         return value
 
-    def moved(self, start: Tensor, divisor: Tensor) -> Tensor:
+    def mean_plus(self, start: Tensor, divisor: Tensor) -> Tensor:
         """Return ``start`` plus the total over ``divisor``, rounded once to the dtype of ``start``.
 
         Args:

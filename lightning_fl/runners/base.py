@@ -372,13 +372,13 @@ class ClientRunner(GlobalModel, ABC):
 
     def begin_step(self) -> None:
         """Set the client's learning rate before ``training_step``, which may read the rate."""
-        self.optimizer_state.each[0].before_step(self._ratio)
+        self.optimizer_state.each[0].enter_step(self._ratio)
 
     def _before_step(
         self, state: ClientOptimizer, closure: Callable[[], Any] | None
     ) -> Callable[[], Any] | None:
         """Prepare a step of an optimizer; return its closure, which also completes gradients."""
-        state.before_step(self._ratio)
+        state.enter_step(self._ratio)
         if not state.is_simple:  # it may move parameters without a gradient
             state.held = [(p.data, p.detach().clone()) for p in self._held_parameters()]
         if not self.gradient_terms and not self.phases:
@@ -397,7 +397,7 @@ class ClientRunner(GlobalModel, ABC):
     def end_step(self, state: ClientOptimizer | None = None) -> None:
         """Restore the learning rates of an optimizer, and record that of the first optimizer."""
         first = self.optimizer_state.each[0]
-        lr = (state or first).after_step()
+        lr = (state or first).complete_step()
         if state in (None, first):
             self._step_rates.setdefault(self.steps_before + self.step, lr)
 

@@ -74,7 +74,7 @@ class ClientOptimizer:
 
     # --- a fresh optimizer ------------------------------------------------------------------------
 
-    def before_step(self, ratio: float = 1.0) -> None:
+    def enter_step(self, ratio: float = 1.0) -> None:
         """Set the client's learning rate for this step only, since schedulers also change it.
 
         Args:
@@ -90,7 +90,7 @@ class ClientOptimizer:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * ratio
 
-    def after_step(self) -> Any:
+    def complete_step(self) -> Any:
         """Restore the rates; note the entries of the parameter groups that the step has changed.
 
         Returns:

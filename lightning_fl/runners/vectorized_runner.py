@@ -267,15 +267,15 @@ class VectorizedRunner(ClientRunner):
         if isinstance(samples, Collated) and (why := samples.why_not_stacked()):
             raise FederationError(why)
         if isinstance(samples, Padded) and samples.is_full:
-            return self._all(samples.tensors, None, updates)
+            return self._step_all(samples.tensors, None, updates)
         # A graph would also update clients that are done.
         updates = updates and bool(active.all())
         if isinstance(samples, Padded) and self.weighted and len(samples.sizes.unique()) > 1:
-            return self._all(samples.tensors, self._weights(samples), updates)
+            return self._step_all(samples.tensors, self._weights(samples), updates)
         groups = samples.groups()
         if len(groups) == 1 and len(groups[0][0]) == self.count:
-            return self._all(groups[0][1], None, updates)
-        outcomes, used = zip(*(self._some(*group) for group in groups), strict=True)
+            return self._step_all(groups[0][1], None, updates)
+        outcomes, used = zip(*(self._step_some(*group) for group in groups), strict=True)
         for what, names in (("uses", used), ("logs", [{*outcome.logs} for outcome in outcomes])):
             if some := names[0].union(*names) - names[0].intersection(*names):
                 raise FederationError(
@@ -294,7 +294,7 @@ class VectorizedRunner(ClientRunner):
         weight = (torch.arange(most) < sizes).double() / sizes
         return placed(weight.to(self.stacks.first.dtype), self.stacks.first)
 
-    def _some(self, rows: Tensor, batch: Any) -> tuple[Outcome, set[str]]:
+    def _step_some(self, rows: Tensor, batch: Any) -> tuple[Outcome, set[str]]:
         """Make the step of some clients; their batches are ``[len(rows), ...]``.
 
         Returns:
@@ -310,7 +310,7 @@ class VectorizedRunner(ClientRunner):
                     param.index_copy_(0, placed(rows, param), params[name].detach())
         return outcome, graph_of(outcome.loss, params)
 
-    def _all(self, batch: Any, weight: Tensor | None, updates: bool) -> tuple[Tensor, Outcome]:
+    def _step_all(self, batch: Any, weight: Tensor | None, updates: bool) -> tuple[Tensor, Outcome]:
         """Make the step of all clients; their batches are ``[k, ...]``."""
         stacks, graphs = self.stacks, self.graphs
         shape = "" if graphs is None else shape_of((batch, weight))

@@ -162,7 +162,7 @@ def test_few_addends_have_the_same_total_as_bins(count):
     expected = sum_value(total_of(addends()[:count], weights))
     assert torch.equal(sum_value(total), expected)
     start, divisor = torch.randn(40), torch.tensor([3])
-    assert torch.equal(total.moved(start, divisor), (start + expected / divisor).float())
+    assert torch.equal(total.mean_plus(start, divisor), (start + expected / divisor).float())
     assert torch.equal(sum_value(total.bins()), expected)
     total.reset()
     assert not sum_value(total).any()

@@ -190,9 +190,9 @@ def test_what_is_set_between_rounds_stays_and_what_a_step_changes_goes_back():
     (group,) = optimizer.param_groups
 
     def step():
-        learner.before_step()
+        learner.enter_step()
         optimizer.step()
-        learner.after_step()
+        learner.complete_step()
 
     for p in group["params"]:
         p.grad = torch.ones_like(p)
