@@ -157,7 +157,7 @@ def test_last_without_a_checkpoint_is_a_new_run_which_has_the_same_figures(cli, 
 def test_fits_that_start_at_once_get_a_folder_each_and_processes_of_a_fit_one(
     tmp_path, monkeypatch
 ):
-    for name in ("LOCAL_RANK", "SLURM_NTASKS", RUN_FOLDER):
+    for name in ("LOCAL_RANK", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     together = threading.Barrier(8)
 
@@ -168,10 +168,12 @@ def test_fits_that_start_at_once_get_a_folder_each_and_processes_of_a_fit_one(
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(start, range(8)))
     assert sorted(found) == [(tmp_path / "runs" / f"version_{i}", True) for i in range(8)]
-    last = Path(os.environ[RUN_FOLDER])
-    monkeypatch.setenv("LOCAL_RANK", "1")  # as Lightning starts the other processes
-    assert create_folder(tmp_path / "runs") == (last, False)
-    monkeypatch.delenv(RUN_FOLDER)  # torchrun starts all processes
+    last = Path(os.environ[f"{RUN_FOLDER}_{os.getpid()}"])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with monkeypatch.context() as child:  # as Lightning starts the other processes
+        child.setattr(os, "getppid", os.getpid)
+        assert create_folder(tmp_path / "runs") == (last, False)
+    # torchrun starts all processes, even from one that has fitted before.
     assert create_folder(tmp_path / "runs") == (tmp_path / "runs" / "version_8", False)
     assert not (tmp_path / "runs" / "version_8").exists()
 

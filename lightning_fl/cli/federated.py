@@ -41,7 +41,8 @@ from lightning_fl.strategies import ClientParallelStrategy
 _CLI = TypeVar("_CLI", bound=LightningCLI)
 #: Print from one process only.
 _say = rank_zero_only(print)
-#: Environment variable with the folder of a fit, for the processes that it launches.
+#: Environment variable with the folder of a fit, for the processes that it launches; its process
+#: number follows, since other processes inherit the variable, too.
 RUN_FOLDER = "LIGHTNING_FL_RUN_FOLDER"
 
 
@@ -59,8 +60,8 @@ def create_folder(root: Path) -> tuple[Path, bool]:
         The folder, and whether it was created.
     """
     is_launched = "LOCAL_RANK" in os.environ
-    if is_launched and RUN_FOLDER in os.environ:
-        return Path(os.environ[RUN_FOLDER]), False
+    if is_launched and (given := os.environ.get(f"{RUN_FOLDER}_{os.getppid()}")):
+        return Path(given), False
     runs = version_folders(root)
     folder = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
     if is_launched or int(os.environ.get("SLURM_NTASKS", 1)) > 1:
@@ -71,7 +72,7 @@ def create_folder(root: Path) -> tuple[Path, bool]:
         if not folder.is_dir():
             raise
         return create_folder(root)  # another fit was faster
-    os.environ[RUN_FOLDER] = str(folder)
+    os.environ[f"{RUN_FOLDER}_{os.getpid()}"] = str(folder)
     return folder, True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -61,19 +61,22 @@ class Graphs:
             if p.requires_grad
         )
 
-    def note(self, shape: str, used: Collection[str], params: Mapping[str, Tensor]) -> None:
+    def note(self, shape: str, batch: Any, used: Collection[str], params: Tensors) -> None:
         """Decide whether to compile the steps of a batch shape, after one without a graph.
 
         A graph returns zeros for a parameter without a gradient, with which momentum and weight
-        decay would change it.
+        decay would change it. For batches of one sample, torch 2.14 compiles wrong gradients of
+        some convolutions.
 
         Args:
             shape: The shape.
+            batch: Batches of that shape, ``[k, B, ...]``.
             used: Names of the parameters that the step uses.
             params: The parameters.
         """
         unused = [n for n, param in params.items() if param.requires_grad and n not in used]
-        self.shapes[shape] = not unused
+        is_one = any(t.shape[1:2] == (1,) for t in tree_leaves(batch) if isinstance(t, Tensor))
+        self.shapes[shape] = not unused and not is_one and sum(self.shapes.values()) < MOST_GRAPHS
         if unused:
             rank_zero_warn(
                 f"steps are not compiled: they do not use {unused[0]}. To compile them, freeze the"
@@ -96,8 +99,7 @@ class Graphs:
             graph; nothing has changed then.
         """
         kind = shape, updates
-        stance: Literal["fail_on_recompile", "default"]
-        stance = "fail_on_recompile" if kind in self._ready else "default"
+        stance: Any = "fail_on_recompile" if kind in self._ready else "default"
         try:
             with torch.no_grad(), self.local.placeholders(), torch.compiler.set_stance(stance):
                 made = self._run(updates, params, arguments)
