@@ -40,7 +40,7 @@ def values(module: LightningModule) -> list[Tensor]:
 # --- hooks of the module --------------------------------------------------------------------------
 
 
-class Numbered(Troubled):  # type: ignore[misc]  # tests have no types
+class Numbered(Troubled):
     """Its hooks use a number that grows from client to client."""
 
     def number(self) -> float:

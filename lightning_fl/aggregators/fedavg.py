@@ -79,7 +79,7 @@ class FedAvg(Aggregator):
         return self.total.mean_plus(self.server, self._normalizer())
 
     def _mean(self) -> Tensor:
-        """Return the mean update in float64, zeros if no client returned, for other rules."""
+        """Return the mean update in float64, for child classes; zeros if no client returned."""
         return sum_value(self.total).div_(self._normalizer())
 
     def _normalizer(self) -> Tensor:

@@ -41,8 +41,8 @@ from lightning_fl.strategies import ClientParallelStrategy
 _CLI = TypeVar("_CLI", bound=LightningCLI)
 #: Print from one process only.
 _say = rank_zero_only(print)
-#: Environment variable with the folder of a fit, for the processes that it launches; its process
-#: number follows, since other processes inherit the variable, too.
+#: Environment variable with the folder of a fit, for the processes that it launches. The
+#: number of the launching process is appended, since its other children inherit the variable.
 RUN_FOLDER = "LIGHTNING_FL_RUN_FOLDER"
 
 

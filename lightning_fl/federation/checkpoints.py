@@ -111,7 +111,7 @@ class RunState:
             "options": self._options,
             **{name: deep_copy(rule.state_dict()) for name, rule in self._rules.items()},
             "unsaved buffers": deep_copy(unsaved_values(module)),
-            # The global model, set by RoundBoundary.dump if the file holds another, validated one.
+            # RoundBoundary.dump sets it to the global model if the file has a newer, validated one.
             "server": None,
         }
 

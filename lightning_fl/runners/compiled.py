@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -17,7 +17,7 @@ from lightning_fl.errors import first_line
 from lightning_fl.functional.summation import compile_sums
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 
-#: Maximum number of shapes of batches, with and without weights of samples, to compile.
+#: Maximum number of shapes, of batches and of weights of samples, to compile.
 MOST_GRAPHS = 4
 #: Options of SGD that torch's function for a step takes.
 _OPTIONS = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
@@ -65,8 +65,8 @@ class Graphs:
         """Decide whether to compile the steps of a batch shape, after one without a graph.
 
         A graph returns zeros for a parameter without a gradient, with which momentum and weight
-        decay would change it. For batches of one sample, torch 2.14 compiles wrong gradients of
-        some convolutions.
+        decay would change it. For batches of one sample and clients that train together, torch 2.14
+        computes wrong gradients of some convolutions, whose channels it stores last.
 
         Args:
             shape: The shape.
@@ -76,7 +76,7 @@ class Graphs:
         """
         unused = [n for n, param in params.items() if param.requires_grad and n not in used]
         is_one = any(t.shape[1:2] == (1,) for t in tree_leaves(batch) if isinstance(t, Tensor))
-        self.shapes[shape] = not unused and not is_one and sum(self.shapes.values()) < MOST_GRAPHS
+        self.shapes[shape] = not unused and not is_one
         if unused:
             rank_zero_warn(
                 f"steps are not compiled: they do not use {unused[0]}. To compile them, freeze the"
@@ -99,7 +99,8 @@ class Graphs:
             graph; nothing has changed then.
         """
         kind = shape, updates
-        stance: Any = "fail_on_recompile" if kind in self._ready else "default"
+        stance: Literal["fail_on_recompile", "default"]
+        stance = "fail_on_recompile" if kind in self._ready else "default"
         try:
             with torch.no_grad(), self.local.placeholders(), torch.compiler.set_stance(stance):
                 made = self._run(updates, params, arguments)
@@ -180,8 +181,7 @@ def sgd_step(
     """Make a local step and SGD's in-place update of each parameter group."""
     grads, outcome = local.gradients(params, **arguments)
     for names, options, rate, momentum in groups:
-        wanted = [grads[name] for name in names]
-        _sgd([params[name] for name in names], wanted, momentum, lr=rate, **options)
+        _sgd([params[n] for n in names], [grads[n] for n in names], momentum, lr=rate, **options)
     return outcome
 
 

@@ -16,7 +16,7 @@ from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
 from lightning_fl.runners.client_optimizers import Rows
-from lightning_fl.runners.compiled import Graphs, graph_of, shape_of, with_gradients
+from lightning_fl.runners.compiled import MOST_GRAPHS, Graphs, graph_of, shape_of, with_gradients
 from lightning_fl.runners.groups import knows_weights
 from lightning_fl.runners.local_step import LocalStep, Outcome, StepLogs, Tensors
 from lightning_fl.runners.optimizer import fresh, has_step_hooks, is_proportional, params_of
@@ -325,7 +325,7 @@ class VectorizedRunner(ClientRunner):
                 total = with_gradients(outcome.loss, stacks.params, grads)
                 return total, _apart(outcome, batch)
         outcome = self.local.many(params, **own)
-        if graphs is not None and shape not in graphs.shapes:
+        if graphs is not None and shape not in graphs.shapes and len(graphs.shapes) < MOST_GRAPHS:
             graphs.note(shape, batch, graph_of(outcome.loss, params), params)
         return outcome.loss.sum(), _apart(outcome, batch)
 
