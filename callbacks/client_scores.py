@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.contracts.personal import PersonalModel
+from lightning_fl.contracts.step_module import StepModule
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.measures import evaluate, on_device
@@ -23,7 +24,7 @@ from lightning_fl.runners import SequentialRunner, optimizers_in
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.module_copy import copied_module
 from lightning_fl.runners.optimizer import params_of
-from lightning_fl.runners.step_module import StepModule
+from lightning_fl.runners.tensors import ModuleTensors
 
 
 class ClientScores:
@@ -61,14 +62,9 @@ class ClientScores:
         for group in (group for each in optimizers for group in each.param_groups):
             if "initial_lr" in group:  # a scheduler has set the rate of its first step
                 group["lr"] = group["initial_lr"]
-        self._runner = SequentialRunner(
-            self._module,
-            loop.options.buffer_policy,
-            optimizers,
-            loop.runner.keep_optimizer,
-            constants,
-            loop.runner.private,
-        )
+        tensors = ModuleTensors(self._module, constants, loop.runner.private)
+        options = loop.options.buffer_policy, optimizers, loop.runner.keep_optimizer
+        self._runner = SequentialRunner(tensors, *options)
         self._step = LocalStep(self._module, constants)
         self._server = loop.runner.read()
         self._parts = [*self._data.parts, *self._data.unseen_parts]

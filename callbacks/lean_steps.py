@@ -17,9 +17,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_fl.federation.round import Round
-from lightning_fl.hooks import Method, overrides, replaced
+from lightning_fl.hooks import CALLBACK_HOOKS, TRANSFER_HOOKS, Method, overrides, replaced
 from lightning_fl.runners.samples import check_batch
-from lightning_fl.runners.user_hooks import CALLBACK_HOOKS, TRANSFER_HOOKS
 from lightning_fl.strategies import ClientParallelStrategy
 
 #: Methods with which a module replaces a part of the step.

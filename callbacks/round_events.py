@@ -10,10 +10,10 @@ from typing import Any
 from lightning_fl.contracts.plan import Step
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.round import Round
-from lightning_fl.hooks import Method, attributes_set, replaced
+from lightning_fl.federation.self_check import OrderCheck
+from lightning_fl.hooks import HOOKS_AFTER_TRANSFER, Method, attributes_set, replaced
 from lightning_fl.runners import SequentialRunner
-from lightning_fl.runners.self_check import OrderCheck
-from lightning_fl.runners.user_hooks import HOOKS_AFTER_TRANSFER, hooks_of
+from lightning_fl.runners.user_hooks import hooks_of
 
 #: Hooks of a module that :func:`follow_steps` wraps, or within which those of callbacks are called.
 WRAPPED = ("on_train_batch_start", "on_train_batch_end", "optimizer_step")

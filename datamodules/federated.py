@@ -32,9 +32,9 @@ from lightning_fl.datamodules.splits import Split, split_samples
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, in_memory, subset
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.functional.randomness import run_seed, seeded_rng
+from lightning_fl.hooks import TRANSFER_HOOKS
 from lightning_fl.options import check_flag, check_integer, check_number, check_that, is_list
 from lightning_fl.partition import IID, Partition
-from lightning_fl.runners.user_hooks import TRANSFER_HOOKS
 
 
 class FederatedDataModule(SplitDataModule):

@@ -12,10 +12,9 @@ from lightning_fl.datamodules.loader import Batches
 from lightning_fl.datamodules.splits import Split
 from lightning_fl.datamodules.storage import check_map_style
 from lightning_fl.errors import FederationError, check_package
-from lightning_fl.hooks import overrides
+from lightning_fl.hooks import TRANSFER_HOOKS, overrides
 from lightning_fl.options import check_that, is_list
 from lightning_fl.partition import Partition
-from lightning_fl.runners.user_hooks import TRANSFER_HOOKS
 
 
 class FromDataModule(FederatedDataModule):

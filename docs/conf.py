@@ -90,7 +90,7 @@ nitpick_ignore_regex = [
     # Parts of a sampler, of the report, of matching and of a step that are not public.
     ("py:class", r"lightning_fl\.(samplers\.(clock|durations)|callbacks\.client_history)\.\w+"),
     ("py:class", r"lightning_fl\.aggregators\.matching\.[\w.]+"),
-    ("py:class", r"lightning_fl\.runners\.(step_module|global_model)\.[\w.]+"),
+    ("py:class", r"lightning_fl\.runners\.(global_model|local_step|tensors)\.[\w.]+"),
     # Base classes that are not public.
     ("py:class", r"lightning_fl\.(objectives\.(terms|calibrated|two_passes)|policies\.base)\.\w+"),
 ]

@@ -1,4 +1,4 @@
-"""Overridden methods, and temporary replacement of attributes and methods of one object."""
+"""Names of hooks, overridden methods, and temporary replacement of attributes and methods."""
 
 from __future__ import annotations
 
@@ -9,6 +9,28 @@ from functools import wraps
 from typing import Any
 
 Method = Callable[..., Any]
+#: Hooks of a module or data module that transfer a batch to the device.
+TRANSFER_HOOKS = (
+    *("on_before_batch_transfer", "on_after_batch_transfer"),
+    "transfer_batch_to_device",
+)
+#: Hooks of a callback around a Lightning batch.
+BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+#: Hooks of a callback that see gradients.
+GRADIENT_HOOKS = (
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    "on_before_zero_grad",
+)
+#: Hooks of a callback in a training step.
+CALLBACK_HOOKS = (*BATCH_HOOKS, *GRADIENT_HOOKS)
+#: Hooks of a module in a step, after the transfer of its batch.
+HOOKS_AFTER_TRANSFER = (
+    *CALLBACK_HOOKS,
+    *("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
+    "lr_scheduler_step",
+)
+#: Per-step hooks of a module, which vectorized training does not call.
+STEP_HOOKS = (*TRANSFER_HOOKS, *HOOKS_AFTER_TRANSFER)
 
 
 def overrides(owner: Any, name: str, base: type) -> bool:

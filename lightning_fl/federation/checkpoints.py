@@ -27,9 +27,9 @@ from lightning_fl.federation.round_boundary import deep_copy
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.table import RoundTable
 from lightning_fl.files import error_context, short_repr
+from lightning_fl.frozen import complete
 from lightning_fl.hooks import overrides, replaced
 from lightning_fl.runners import user_module
-from lightning_fl.runners.constants import complete
 from lightning_fl.runners.local_tensors import local_tensors
 from lightning_fl.store import ClientStore
 

@@ -29,12 +29,12 @@ from lightning_fl.contracts.data import FederatedData
 from lightning_fl.errors import FederationError, check_package
 from lightning_fl.federation.measures import evaluating
 from lightning_fl.federation.run_options import RunOptions
+from lightning_fl.federation.spectral_norm import spectral_norms
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import overrides, replaced
 from lightning_fl.objectives import DPSGD, ClientModule
 from lightning_fl.runners import flat
 from lightning_fl.runners.optimizer import evaluates_often, optimizers_in, params_of
-from lightning_fl.runners.spectral_norm import spectral_norms
 from lightning_fl.strategies import ClientParallelStrategy
 
 #: Unsupported callbacks: the reason, and an alternative if there is one.

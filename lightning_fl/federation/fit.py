@@ -9,14 +9,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.hyperparameters import CLASS_COUNTS, HYPERPARAMETERS, Declared
 from lightning_fl.contracts.plan import Cohort, RoundPlan
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.checks import (
@@ -33,7 +32,7 @@ from lightning_fl.federation.checks import (
 )
 from lightning_fl.federation.client_memory import ClientMemory
 from lightning_fl.federation.dropped import DropWarnings
-from lightning_fl.federation.measures import Measures, evaluating, on_device
+from lightning_fl.federation.measures import Measures, evaluating
 from lightning_fl.federation.planner import Planner
 from lightning_fl.federation.processes import Processes
 from lightning_fl.federation.progress import Progress
@@ -42,27 +41,20 @@ from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.schedulers import Schedulers
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.federation.validation import Validation
+from lightning_fl.federation.vectorize import decide, largest_batches
+from lightning_fl.frozen import with_all_names
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set
 from lightning_fl.options import check_integer, describe
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners import (
-    ClientRunner,
-    Declared,
-    SequentialRunner,
-    VectorizedClients,
-    client_runner,
-    user_module,
-)
+from lightning_fl.runners import ClientRunner, SequentialRunner, VectorizedClients, user_module
 from lightning_fl.runners.base import KeepOptimizer
-from lightning_fl.runners.constants import with_all_names
-from lightning_fl.runners.hyperparameters import CLASS_COUNTS, HYPERPARAMETERS
-from lightning_fl.runners.samples import Collated, check_batch
+from lightning_fl.runners.local_tensors import split_tensors
+from lightning_fl.runners.samples import Collated
+from lightning_fl.runners.tensors import ModuleTensors
+from lightning_fl.runners.vectorized_runner import VectorizedRunner
 from lightning_fl.samplers import how_drawn
 from lightning_fl.store import ClientStore
-
-#: Maximum number of samples in a batch with which vectorized steps are checked.
-MOST_SAMPLES = 8
 
 
 def describe_optimizers(trainer: Trainer) -> list[str]:
@@ -313,18 +305,19 @@ class Fit:
 
     def _make_runner(self) -> ClientRunner:
         keeps: dict[str, KeepOptimizer] = {"reset": False, "keep": True, "local": "local"}
-        runner = client_runner(
-            self.module,
-            self.options.buffer_policy,
-            self.trainer.optimizers,
-            keeps[self.options.optimizer_state],
-            self.exchange_frozen,
-            self.options.local_parameters,
-            self._runner_class,
-        )
+        module, user, buffers = self.module, user_module(self.module), self.options.buffer_policy
+        keep, optimizers = keeps[self.options.optimizer_state], self.trainer.optimizers
+        constants, local = split_tensors(user, self.exchange_frozen, self.options.local_parameters)
+        runner: ClientRunner
+        if isinstance(module, VectorizedClients) and module.reason is None:
+            tensors = ModuleTensors(user, module.constants, local)
+            module.runner = VectorizedRunner(tensors, buffers, optimizers[0], keep, module.stack)
+            runner = module.runner
+        else:
+            tensors = ModuleTensors(user, constants, local)
+            runner = self._runner_class(tensors, buffers, optimizers, keep)
         runner.set_phases(self.options.phases)
-        constants = runner.constants.parameters.values()
-        self.boundary.left_out = with_all_names(runner.module, constants)
+        self.boundary.left_out = with_all_names(user, runner.constants.parameters.values())
         return runner
 
     def _close(self) -> None:
@@ -354,31 +347,15 @@ class Fit:
     def _decide(self, module: VectorizedClients) -> None:
         """Decide whether clients are vectorized, by a check of the steps of two clients."""
         trainer, data, plan = self.trainer, self.data, self.planner.plan()
-        # The clients with the largest batches, which have the same shape for most of them.
-        everyone = torch.arange(self.planner.num_clients)
-        sizes = data.batch_sizes(everyone, 0, 1)[0]
-        clients = sizes.argsort(descending=True, stable=True)[:2].tolist()
-        random = torch.Generator().manual_seed(0)
-        batches = []
-        for client in clients:
-            try:
-                with seeded_rng(0, module.device):
-                    batch = next(iter(data.steps_of(client, random)))
-                    check_batch(batch := on_device(trainer, batch, is_training=True))
-            except Exception as error:
-                error.add_note(f"It is a batch of client {client}")
-                raise
-            batches.append(batch)
+        clients, batches = largest_batches(trainer, data, self.planner.num_clients)
         self.runner.phases.start(self.planner.phase_ends(plan.clients, plan.num_steps))
-        if data.has_samples_in_front and int(sizes.max()) > MOST_SAMPLES:
-            batches = [tree_map(lambda t: t[:MOST_SAMPLES], batch) for batch in batches]
         counts = {name: rows[clients[0]] for name, rows in self.class_counts().items()}
         own = {HYPERPARAMETERS: self.runner.declared.values | counts}
         if not data.has_samples_in_front and (why := Collated(batches).why_not_stacked()):
             module.train_one_by_one(why)
         else:
             with attributes_set(module.module, own if counts else {}):
-                module.decide([batches[0], batches[-1]], self.check, self._steps_of_run)
+                decide(module, [batches[0], batches[-1]], self.check, self._steps_of_run)
         if module.reason is not None:
             base_lr, self.runner = self.runner.base_lr, self._make_runner()
             self.runner.base_lr = base_lr
@@ -430,7 +407,7 @@ class Fit:
         Called once, when the first round of the fit begins.
         """
         self.has_begun, runner = True, self.runner
-        runner.adopt()
+        runner.tensors.adopt()
         tensors = (*runner.named_parameters.values(), *runner.named_buffers.values())
         self.processes.same_start(tensors)
         if not self.progress.round:
@@ -443,7 +420,7 @@ class Fit:
 
     def follow(self) -> None:
         """Take over what hooks have written to buffers of the module since the last round."""
-        self.runner.adopt()
+        self.runner.tensors.adopt()
         buffers = self.runner.named_buffers.items()
         self.processes.same_start([b for n, b in buffers if n not in self.runner.private])
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.contracts.data import FederatedData
+from lightning_fl.contracts.hyperparameters import Declared
 from lightning_fl.contracts.phases import phase_ends, steps_left
 from lightning_fl.contracts.plan import RoundPlan
 from lightning_fl.errors import FederationError
@@ -22,7 +23,7 @@ from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.table import COLUMNS
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.policies.base import HyperparameterPolicy, local_steps
-from lightning_fl.runners import Declared, VectorizedClients
+from lightning_fl.runners import VectorizedClients
 from lightning_fl.samplers import ClientSampler
 
 #: Hyperparameters that the loop uses.

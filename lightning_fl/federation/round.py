@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fl.contracts.client_part import ClientContext
 from lightning_fl.contracts.plan import Step
+from lightning_fl.contracts.step_module import StepModule
 from lightning_fl.contracts.update import ClientUpdate, ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.checks import check_options, warn_of_averaged_buffers
@@ -27,6 +28,7 @@ from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.logs import ClientLogs
 from lightning_fl.federation.results import Results, is_finite
 from lightning_fl.federation.round_report import feedback, metrics
+from lightning_fl.federation.spectral_norm import refine_singular_vectors
 from lightning_fl.federation.table import COLUMNS
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.functional.randomness import (
@@ -41,7 +43,6 @@ from lightning_fl.hooks import call_hook
 from lightning_fl.options import describe
 from lightning_fl.runners.client_optimizers import Options
 from lightning_fl.runners.sequential import SequentialRunner
-from lightning_fl.runners.step_module import StepModule
 
 
 class Round:
@@ -384,7 +385,9 @@ class Round:
         fit.aggregator.release()
         fit.runner.optimizer_state.set_options(self._by_rounds)
         if vector is not None:
-            fit.runner.fit_to_average(returned)
+            is_of_one = returned == 1 and fit.runner.buffers != "server"
+            if refine_singular_vectors(fit.runner.module, is_of_one):
+                fit.runner.restore_private()  # local vectors keep their initial values
             if fit.options.buffers is None and not fit.has_aggregated:
                 shared = fit.runner.shared_buffers
                 warn_of_averaged_buffers(fit.runner.module, shared, self.server.vector)
@@ -421,7 +424,7 @@ class Round:
         if self.is_aggregating:  # the aggregator failed during aggregation
             rule.load_state_dict(self.fit.boundary.state()["aggregator"])
         with suppress(FederationError):  # of a buffer with another shape, which is restored, too
-            self.fit.runner.adopt()
+            self.fit.runner.tensors.adopt()
         rule.reset()
         rule.load_client_network()
         self._leave_clients(self.before, self.schedule_before)

@@ -13,8 +13,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
+from lightning_fl.frozen import LEFT_OUT, digest
 from lightning_fl.hooks import replaced
-from lightning_fl.runners.constants import LEFT_OUT, digest
 
 #: Returns the client state in the form in which it is saved.
 Store = Callable[[], list[dict[str, Any]]]

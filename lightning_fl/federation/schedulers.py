@@ -6,14 +6,15 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fl.errors import FederationError
 from lightning_fl.runners import ClientOptimizers
 from lightning_fl.runners.client_optimizers import Options
-from lightning_fl.runners.optimizer import is_same
 
 #: States of step-wise schedulers, and the options of each optimizer.
 ScheduleState = tuple[list[dict[str, Any]], list[Options]]
@@ -112,3 +113,9 @@ class Schedulers:
             if value is not None and rounds % config.frequency == 0:
                 assert isinstance(scheduler, ReduceLROnPlateau)
                 scheduler.step(value)
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Return whether two options are equal; they may be tensors."""
+    is_tensor = isinstance(value, Tensor) and isinstance(other, Tensor)
+    return torch.equal(value, other) if is_tensor else bool(value == other)

@@ -23,6 +23,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.federation.checkpoints import load_unsaved
 from lightning_fl.federation.results import Results
 from lightning_fl.federation.run_options import RunOptions
+from lightning_fl.frozen import digest
 from lightning_fl.hooks import quiet
 from lightning_fl.integrations import server
 from lightning_fl.integrations.exchange import Kept, client_side, exchange_id
@@ -30,7 +31,6 @@ from lightning_fl.integrations.messages import Hello, Reply, Task, check_version
 from lightning_fl.options import describe
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import Phase
-from lightning_fl.runners.constants import digest
 from lightning_fl.samplers import ClientSampler
 
 #: Options of a ``FederatedLoop`` that a client needs.

@@ -17,10 +17,9 @@ from torch.utils.data import Dataset
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromClients
 from lightning_fl.errors import FederationError
-from lightning_fl.hooks import overrides
+from lightning_fl.hooks import TRANSFER_HOOKS, overrides
 from lightning_fl.integrations.client import OF_CLIENT, RemoteClient
 from lightning_fl.integrations.server import OF_SERVER, RemoteServer
-from lightning_fl.runners.user_hooks import TRANSFER_HOOKS
 
 #: Options of the Trainer that the local training of a client depends on.
 TRAINING = (

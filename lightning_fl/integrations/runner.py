@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fl.contracts.client_part import ClientContext, ClientPart
 from lightning_fl.contracts.context import Federation
@@ -59,9 +59,6 @@ class RemoteRunner(ClientRunner):
     def of_client(self, values: Tensor) -> Tensor | None:
         """Return None: no client trains here."""
         return None
-
-    def _trained_tensor(self, name: str) -> nn.Parameter:
-        return self.named_parameters[name]
 
 
 class Exchange(ClientPart):

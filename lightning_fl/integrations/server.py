@@ -25,6 +25,7 @@ from lightning_fl.federation.dropped import CAUSES, describe_losses
 from lightning_fl.federation.results import weights_and_losses
 from lightning_fl.federation.round import Round
 from lightning_fl.files import check_writable, error_context, one_line
+from lightning_fl.frozen import digest
 from lightning_fl.hooks import quiet
 from lightning_fl.integrations.exchange import client_side, exchange_id
 from lightning_fl.integrations.messages import Reply, Task
@@ -32,7 +33,6 @@ from lightning_fl.integrations.runner import Elsewhere, Exchange, RemoteRunner
 from lightning_fl.objectives import DPSGD
 from lightning_fl.options import check_flag
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners.constants import digest
 from lightning_fl.samplers import ClientSampler
 
 #: Name of the logger of what a Trainer reports at the start and the end of each fit.

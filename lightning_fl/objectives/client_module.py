@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fl.contracts.personal import PersonalModel
 from lightning_fl.errors import FederationError
+from lightning_fl.frozen import complete
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.functional.summation import add_rows, empty_sum, merged_sums, sum_value
 from lightning_fl.hooks import attributes_set, overrides
@@ -23,7 +24,6 @@ from lightning_fl.objectives.local_network import load_tensors
 from lightning_fl.objectives.parameter_groups import ParameterGroup, split_groups
 from lightning_fl.objectives.recorder import Recorder
 from lightning_fl.objectives.terms import ModelView, Term, TermModule, settable
-from lightning_fl.runners.constants import complete
 
 
 class _Precise(Metric):
@@ -107,6 +107,8 @@ class ClientModule(TermModule):
         >>> module.federated_losses((torch.zeros(2, 4), torch.tensor([0, 2]))).shape
         torch.Size([2])
     """
+
+    _uncompared = ("terms.",)
 
     def __init__(
         self,

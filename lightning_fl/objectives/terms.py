@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lightning_fl.contracts.context import Federation
+from lightning_fl.contracts.step_module import StepModule
 from lightning_fl.objectives.parameter_groups import ParameterGroup
 from lightning_fl.objectives.recorder import Recorder, Trace
-from lightning_fl.runners.step_module import StepModule
 
 
 class TermModule(StepModule):

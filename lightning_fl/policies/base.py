@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.feedback import Feedback
+from lightning_fl.contracts.hyperparameters import Declared
 from lightning_fl.contracts.phases import Phase, check_phases
 from lightning_fl.contracts.plan import full
 from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.functional.tables import with_rows_of
 from lightning_fl.options import check_exclusive, check_integer, check_number
-from lightning_fl.runners import Declared
 
 
 def local_steps(values: Mapping[str, Tensor], batches_per_epoch: Tensor) -> Tensor:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_fl.contracts.client_part import GradientTerm
+from lightning_fl.contracts.hyperparameters import Declared
 from lightning_fl.contracts.phases import Phase
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
 from lightning_fl.runners.client_optimizers import ClientOptimizer, ClientOptimizers, Rows
 from lightning_fl.runners.global_model import BufferPolicy as BufferPolicy
 from lightning_fl.runners.global_model import GlobalModel
-from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.optimizer import around_steps, evaluates_often
 from lightning_fl.runners.phases import PhasedTraining, trained_parameters
-from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, flat
+from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, flat, wants_start
 
 #: Whether a client keeps its optimizer state between rounds: of all parameters, of none, or only of
 #: those that stay with the client.
@@ -37,15 +36,13 @@ class ClientRunner(GlobalModel, ABC):
     sent. A new client starts from the module's values at the start of the run, later from its own.
 
     Args:
-        module: The user's module; between rounds it holds the global model.
+        tensors: The tensors of the user's module; between rounds they are the global model.
         buffers: How floating-point buffers are aggregated. ``average``: they are averaged like
             parameters, and integer buffers take the maximum. ``server``: the server keeps its own
             buffers. ``local``: each client keeps its own buffers, the server their average.
         optimizers: The optimizers of local training: one, unless the module optimizes manually.
         keep_optimizer: Whether a client keeps its optimizer state between rounds; ``local`` keeps
             that of client-local parameters.
-        constants: Frozen parameters that are not exchanged, by name.
-        local: Names of the client-local tensors.
 
     Raises:
         FederationError: If an optimizer cannot be reset, or there is no state to keep.
@@ -56,17 +53,15 @@ class ClientRunner(GlobalModel, ABC):
 
     def __init__(
         self,
-        module: LightningModule,
+        tensors: ModuleTensors,
         buffers: BufferPolicy,
         optimizers: Sequence[torch.optim.Optimizer],
         keep_optimizer: KeepOptimizer,
-        constants: Mapping[str, nn.Parameter],
-        local: Iterable[str],
     ) -> None:
-        super().__init__(module, buffers, constants, local)
+        super().__init__(tensors, buffers)
         self.keep_optimizer = keep_optimizer
         self.optimizers, self.optimizer = list(optimizers), optimizers[0]
-        self.declared = Declared(module)
+        self.declared = Declared(self.module)
         self.declared.reset()
         #: The first optimizer's learning rate, to which a client's rate is a ratio. With a
         #: scheduler it is the initial value, so that the scheduler's factor still applies.
@@ -89,7 +84,7 @@ class ClientRunner(GlobalModel, ABC):
         self.optimizer_state = ClientOptimizers(self.optimizers)
         self._steps = ExitStack()
         for o in self.optimizer_state.each:
-            before, after = partial(self._before_step, o), partial(self.end_step, o)
+            before, after = partial(self._before_step, o), partial(self._after_step, o)
             self._steps.enter_context(around_steps(o.optimizer, before, after))
 
     def write(self, state: ServerState) -> None:
@@ -104,7 +99,7 @@ class ClientRunner(GlobalModel, ABC):
         self._steps.close()
         for each in self.optimizer_state.each:  # after an exception inside a step
             each.leave_step()
-        if self.tensors.wants_start:
+        if wants_start(self.module):
             vars(self.module)[GLOBAL_PARAMETERS] = {}
         self.declared.reset()
 
@@ -312,9 +307,9 @@ class ClientRunner(GlobalModel, ABC):
                     param.grad = value.clone() if param.grad is None else param.grad.add_(value)
         self.hold_gradients()
 
-    @abstractmethod
     def _trained_tensor(self, name: str) -> nn.Parameter:
         """Return the tensor in the optimizer that holds a parameter."""
+        return self.named_parameters[name]
 
     def set_phases(self, phases: Sequence[Phase]) -> None:
         """Set the phases of local training.
@@ -370,10 +365,6 @@ class ClientRunner(GlobalModel, ABC):
                 )
         return [rate / self.base_lr if self.base_lr else 1.0 for rate in lr]
 
-    def begin_step(self) -> None:
-        """Set the client's learning rate before ``training_step``, which may read the rate."""
-        self.optimizer_state.each[0].enter_step(self._ratio)
-
     def _before_step(
         self, state: ClientOptimizer, closure: Callable[[], Any] | None
     ) -> Callable[[], Any] | None:
@@ -394,11 +385,10 @@ class ClientRunner(GlobalModel, ABC):
 
         return completed
 
-    def end_step(self, state: ClientOptimizer | None = None) -> None:
+    def _after_step(self, state: ClientOptimizer) -> None:
         """Restore the learning rates of an optimizer, and record that of the first optimizer."""
-        first = self.optimizer_state.each[0]
-        lr = (state or first).complete_step()
-        if state in (None, first):
+        lr = state.complete_step()
+        if state is self.optimizer_state.each[0]:
             self._step_rates.setdefault(self.steps_before + self.step, lr)
 
     def mean_lr(self, steps: int, lr: float) -> float:

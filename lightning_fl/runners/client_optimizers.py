@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ class ClientOptimizer:
         self._has_stepped, self._before = False, list[dict[str, Any]]()
         #: Rates of the groups without the ratio of the client; only in a step of such a client.
         self._own_lr = list[Any]()
-        self._is_in_step = False
         #: Parameters that the client does not train in this step, with their values.
         self.held = list[tuple[Tensor, Tensor]]()
         #: Names of the learned entries of each parameter group, by its index.
@@ -62,15 +61,14 @@ class ClientOptimizer:
         self._fresh = ([dict[str, Any]()], [dict[str, Any]()])
         if self.is_simple:
             return
-        own = {id(param) for param in params_of(optimizer)}
-        for name, value in _entries(self.optimizers):
-            if any(id(t) not in own and _varies(t) for t in tensors_in(value)):
-                raise FederationError(
-                    f"{type(optimizer).__name__} cannot be reset for each client: it holds {name},"
-                    " a copy of its parameters, from the start. Choose another optimizer, or create"
-                    " this state in optimizer.state in its first step"
-                )
-        self._fresh = self._copied()
+        self._fresh, own = self._copied(), {id(param) for param in params_of(optimizer)}
+        groups = [each.param_groups for each in self.optimizers]
+        if any(id(t) not in own and _varies(t) for t in tensors_in([self._fresh, groups])):
+            raise FederationError(
+                f"{type(optimizer).__name__} cannot be reset for each client, since it holds a copy"
+                " of its parameters from the start: choose another optimizer, or create this state"
+                " in optimizer.state in its first step"
+            )
 
     # --- a fresh optimizer ------------------------------------------------------------------------
 
@@ -80,9 +78,7 @@ class ClientOptimizer:
         Args:
             ratio: Ratio of the client's rate to the optimizer's.
         """
-        if self._is_in_step:
-            return
-        self._is_in_step = True
+        self.leave_step()  # after an exception inside a step
         if not self.is_simple:
             self._before = [_marked(group) for group in self.optimizer.param_groups]
         if ratio != 1:
@@ -117,7 +113,7 @@ class ClientOptimizer:
         if self._own_lr:
             for group, lr in zip(self.optimizer.param_groups, self._own_lr, strict=True):
                 group["lr"] = lr
-        self._own_lr, self._is_in_step = [], False
+        self._own_lr = []
 
     def reset(self) -> None:
         """Restore what was there before the first step of the round."""
@@ -290,19 +286,6 @@ def _own(optimizer: Optimizer) -> dict[str, Any]:
         for name, value in vars(optimizer).items()
         if name not in _OTHERS and not name.startswith("_optimizer_")
     }
-
-
-def _entries(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Any]]:
-    """Yield all entries of optimizers by name: of attributes, ``state`` and parameter groups."""
-    for optimizer in optimizers:
-        for name, value in _own(optimizer).items():
-            if name == "state":
-                for entries in value.values():
-                    yield from entries.items() if isinstance(entries, dict) else [(name, entries)]
-            else:
-                yield name, value
-        for group in optimizer.param_groups:
-            yield from ((name, value) for name, value in group.items() if name != "params")
 
 
 def _is_option(name: str, value: Any) -> bool:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fl.contracts.layout import VectorLayout
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.runners.client_optimizers import Rows
 from lightning_fl.runners.constants import Constants
-from lightning_fl.runners.local_tensors import named_local_tensors
-from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.runners.tensors import ModuleTensors, TensorList, flat
 
 BufferPolicy = Literal["average", "server", "local"]
@@ -24,30 +20,21 @@ class GlobalModel:
     """Read and write the global model in the user's module.
 
     Args:
-        module: The user's module; between rounds it holds the global model.
+        tensors: The tensors of the user's module; between rounds they are the global model.
         buffers: How floating-point buffers are aggregated; see
             :class:`~lightning_fl.runners.ClientRunner`.
-        constants: Frozen parameters that are not exchanged, by name.
-        local: Names of the client-local tensors.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        buffers: BufferPolicy,
-        constants: Mapping[str, nn.Parameter],
-        local: Iterable[str],
-    ) -> None:
-        self.module, self.buffers = module, buffers
-        self.tensors = ModuleTensors(module, constants)
-        self.constants = Constants(type(module).__name__, self.tensors.constants)
-        self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
+    def __init__(self, tensors: ModuleTensors, buffers: BufferPolicy) -> None:
+        self.tensors, self.module, self.buffers = tensors, tensors.module, buffers
+        self.constants = Constants(type(tensors.module).__name__, tensors.constants)
+        self.named_parameters, self.named_buffers = tensors.parameters, tensors.buffers
         #: Initial values of client-local parameters and buffers, by name.
-        self.private = {name: self.tensors.by_name[name] for name in local}
+        self.private = {name: tensors.by_name[name] for name in tensors.local_names}
         self.note_private()
         params, buffers_sent = (
-            {name: tensor for name, tensor in tensors.items() if name not in self.private}
-            for tensors in (self.named_parameters, self.named_buffers)
+            {name: tensor for name, tensor in named.items() if name not in self.private}
+            for named in (self.named_parameters, self.named_buffers)
         )
         #: Aggregated parameters and floating-point buffers, by name.
         self.shared = {n: p for n, p in params.items() if p.is_floating_point()}
@@ -59,39 +46,22 @@ class GlobalModel:
         self.vector = TensorList(floating, torch.float32)
         self.num_parameters = sum(flat(p).numel() for p in self.shared.values())
         self.counters = TensorList(self.named_counters.values(), torch.int64)
-        #: Parameters of the model that stay local by an option of the loop. The parameters that a
-        #: client started from, which terms compare with, are then its own ones.
-        own = {*self.named_buffers, *named_local_tensors(module)}
-        self.restored_first = [name for name in self.private if name not in own]
         #: Names of the parameters and buffers that are stored for each client.
         own_buffers = self.named_buffers if buffers == "local" else ()
         self.stored = list(dict.fromkeys([*self.private, *own_buffers]))
 
-    def adopt(self) -> None:
-        """Restore buffers that the module replaced; see ``ModuleTensors.adopt``."""
-        self.tensors.adopt()
-
     def read(self) -> ServerState:
         """Return a copy of the module's state."""
-        self.adopt()
+        self.tensors.adopt()
         return ServerState(self.vector.read(), self.counters.read())
 
     def write(self, state: ServerState) -> None:
         """Load a state into the module."""
-        self.adopt()
+        self.tensors.adopt()
         self.tensors.warn_of_late_buffers()
         self.vector.write(state.vector)
         self.counters.write(state.counters)
         self.restore_private()
-
-    def fit_to_average(self, returned: int) -> None:
-        """Fit singular vectors of spectral normalization to a new global model.
-
-        Args:
-            returned: Number of clients whose updates the model is made of.
-        """
-        if refine_singular_vectors(self.module, returned == 1 and self.buffers != "server"):
-            self.restore_private()  # vectors that stay with the clients keep their initial values
 
     def note_private(self) -> None:
         """Record the current values of client-local tensors as their initial values."""

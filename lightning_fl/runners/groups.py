@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_fl.contracts.step_module import StepModule
 from lightning_fl.errors import FederationError
-from lightning_fl.runners.step_module import StepModule
 
 #: Number of clients that fills a processor's vector units.
 FEW_CLIENTS = 10

@@ -15,11 +15,11 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
+from lightning_fl.contracts.hyperparameters import HYPERPARAMETERS
+from lightning_fl.contracts.step_module import StepModule
 from lightning_fl.errors import FederationError
 from lightning_fl.hooks import attributes_set
-from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.samples import Samples
-from lightning_fl.runners.step_module import StepModule
 
 Tensors = dict[str, Tensor]
 
@@ -67,11 +67,8 @@ def gradients_of(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
     if not trained:
         return {}
     grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return {
-        name: grad.to_dense() if grad.is_sparse else grad
-        for name, grad in zip(trained, grads, strict=True)
-        if grad is not None
-    }
+    found = zip(trained, grads, strict=True)
+    return {name: grad.to_dense() for name, grad in found if grad is not None}
 
 
 #: Attributes of the module that a step sets.
@@ -90,20 +87,12 @@ class LocalStep(nn.Module):
     Args:
         module: The user's module.
         constants: Frozen parameters that all clients share, by name. The module uses its own.
-        is_of_all: Whether the step is compared with one of all clients, so that it must not use its
-            optimizer, which has their tensors.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        constants: Mapping[str, Tensor] | None = None,
-        is_of_all: bool = False,
-    ) -> None:
+    def __init__(self, module: LightningModule, constants: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.module: LightningModule = module
-        self._is_of_all = is_of_all
-        self._constants = dict(constants or {})
+        self._constants = dict(constants)
         #: Index of the clients' local step, passed to the module as ``batch_idx``.
         self.batch_idx = 0
         #: Options of logged values, by name.
@@ -162,9 +151,7 @@ class LocalStep(nn.Module):
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             options.update(zip(_LOG_OPTIONS, args, strict=False))
             if isinstance(value, Metric) or name in logs:
-                if self._is_of_all:
-                    raise FederationError(f"training_step logs a metric or logs {name} twice")
-                return
+                raise FederationError(f"training_step logs a metric or logs {name} twice")
             size = options.pop("batch_size", None)
             if size is None or (weight is not None and size == len(weight)):  # size with padding
                 size, self.wants_batch_size = torch.nan, True
@@ -182,9 +169,7 @@ class LocalStep(nn.Module):
         def refuse(*_: Any, **__: Any) -> None:
             raise FederationError("training_step uses its optimizer, which trains all clients")
 
-        known: dict[str, Any] = {"log": log}
-        if self._is_of_all:
-            known["optimizers"] = refuse
+        known: dict[str, Any] = {"log": log, "optimizers": refuse}
         if isinstance(self.module, StepModule):
             known.update({"_sample_weight": weight, "_record": record})
         if fixed and hasattr(self.module, "federated_global_parameters"):
@@ -270,8 +255,8 @@ class LocalStep(nn.Module):
         self.module.zero_grad()
         (loss, task_loss), logs, recorded = self._noted(lambda: self(batch), fixed, None, {})
         loss.backward()  # torch.autograd.grad does not support reentrant checkpoints
-        grads = {n: p.grad for n, p in self._parameters_at_start.items() if p.grad is not None}
-        grads = {n: grad.to_dense() if grad.is_sparse else grad for n, grad in grads.items()}
+        params = self._parameters_at_start.items()
+        grads = {n: p.grad.to_dense() for n, p in params if p.grad is not None}
         return Outcome(loss.detach(), task_loss.detach(), logs, recorded, {}), grads
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
 from types import MethodType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -25,14 +25,6 @@ ELEMENTWISE = {*PROPORTIONAL, optim.ASGD, optim.Rprop}
 
 
 # --- any optimizer --------------------------------------------------------------------------------
-
-
-@runtime_checkable
-class HasFresh(Protocol):
-    """Optimizer of stacked clients whose state of a parameter does not begin with zero."""
-
-    def fresh(self, param: Tensor, name: str) -> Tensor:
-        """Return the initial state of a parameter."""
 
 
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -95,12 +87,6 @@ def around_steps(
     return attributes_set(optimizer, {"step": MethodType(stepped, optimizer)})  # as schedulers do
 
 
-def is_same(value: Any, other: Any) -> bool:
-    """Return whether two options are equal; they may be tensors."""
-    is_tensor = isinstance(value, Tensor) and isinstance(other, Tensor)
-    return torch.equal(value, other) if is_tensor else bool(value == other)
-
-
 # --- stacked clients ------------------------------------------------------------------------------
 
 
@@ -151,13 +137,12 @@ def why_not_elementwise(optimizer: Optimizer, keep: bool) -> str | None:
     # Of SGD, or with a method fresh, the state of a client consists of stacked tensors only.
     is_sgd = type(optimizer) is optim.SGD
     is_sgd = is_sgd and not any(group["dampening"] for group in optimizer.param_groups)
-    if keep and not is_sgd and not isinstance(optimizer, HasFresh):
+    if keep and not is_sgd and not hasattr(optimizer, "fresh"):
         return f"clients would share a part of the state of {name}, as they keep it"
     return None
 
 
 def fresh(optimizer: Optimizer, param: Tensor, name: str) -> Tensor:
     """Return the initial state of a parameter: zero, or the result of the optimizer's ``fresh``."""
-    if isinstance(optimizer, HasFresh):
-        return optimizer.fresh(param, name).detach().clone()
-    return torch.zeros_like(param)
+    make = getattr(optimizer, "fresh", None)
+    return torch.zeros_like(param) if make is None else make(param, name).detach().clone()

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_fl.contracts.hyperparameters import HYPERPARAMETERS
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.runners.base import ClientRunner
 from lightning_fl.runners.client_optimizers import OPTIMIZER_ROWS, Rows
-from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import reported_loss
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS
 
@@ -25,42 +25,33 @@ class SequentialRunner(ClientRunner):
         for parameter in self.module.parameters():
             parameter.grad = None  # of a module that accumulates gradients over steps
         self.write(ServerState(state.vector[0], state.counters))
-        if self.tensors.wants_start:
-            own = {row: kept[row] for n in self.restored_first if (row := self.row_name(n)) in kept}
-            self.restore(own)
-            at_start = {n: p.detach().clone() for n, p in self.named_parameters.items()}
-            vars(self.module)[GLOBAL_PARAMETERS] = at_start | self.tensors.constants
-        if not kept:
-            return
         self.restore(kept)
         learned = {name: row for name, row in kept.items() if name.startswith(OPTIMIZER_ROWS)}
         if learned:
             self.optimizer_state.load(learned)
+        self.note_start()
 
     def note_start(self) -> None:
         """Record where the client starts from; see :meth:`ClientRunner.note_start`."""
-        if self.tensors.wants_start:
-            moved = {name: p.detach().clone() for name, p in self.shared.items()}
-            vars(self.module)[GLOBAL_PARAMETERS] = vars(self.module)[GLOBAL_PARAMETERS] | moved
+        if names := self.tensors.compared:
+            start = {name: self.named_parameters[name].detach().clone() for name in names}
+            vars(self.module)[GLOBAL_PARAMETERS] = start | self.tensors.constants
 
     def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
         """Set numbers of the module; see :meth:`ClientRunner.set_hyperparameters`."""
-        if placed := self.declared.placed(values, self.vector):
+        if placed := self.declared.placed(values, self.vector.dtype, self.vector.device):
             given = {name: value[0] for name, value in placed.items()}
             vars(self.module)[HYPERPARAMETERS] = self.declared.values | given
 
     def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
         """Return the client's update and counters; see :meth:`ClientRunner.collect`."""
-        self.adopt()
+        self.tensors.adopt()
         delta = self._moved(self.vector.read()[None], state)
         return delta, (state.counters if self.buffers == "server" else self.counters.read())[None]
 
     def client_parameters(self) -> dict[str, Tensor]:
         """Return the client's parameters; see :meth:`ClientRunner.client_parameters`."""
         return {name: param.detach()[None] for name, param in self.shared.items()}
-
-    def _trained_tensor(self, name: str) -> nn.Parameter:
-        return self.named_parameters[name]
 
     def reported(self, outputs: Any) -> Tensor:
         """Return the client's task loss; see :meth:`ClientRunner.reported`."""
@@ -73,7 +64,7 @@ class SequentialRunner(ClientRunner):
 
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the local tensors of the client, by name."""
-        self.adopt()
+        self.tensors.adopt()
         tensors = self.tensors.by_name
         rows = {self.row_name(name): tensors[name].detach() for name in self.stored}
         return [{name: t.cpu() for name, t in {**rows, **self._optimizer_rows()}.items()}]

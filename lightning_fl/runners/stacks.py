@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from lightning_fl.contracts.hyperparameters import HYPERPARAMETERS
 from lightning_fl.hooks import attributes_set
-from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.optimizer import restack
-from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors
+from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, wants_start
 
 
 @cache
@@ -82,18 +81,13 @@ class Stacks:
         restack(optimizer, stacks)
 
     def load(
-        self,
-        count: int,
-        starts: Mapping[str, Tensor],
-        is_shared: bool,
-        optimizer: torch.optim.Optimizer,
+        self, count: int, starts: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
         """Copy the values that the clients start from into the stacks.
 
         Args:
             count: Number of clients.
             starts: Parameters and buffers by name, ``[k, ...]``.
-            is_shared: Whether all clients start from the same parameters.
             optimizer: The optimizer; it gets the new stacks if the number of clients has changed.
         """
         self._resize(count, optimizer)
@@ -105,32 +99,31 @@ class Stacks:
             name: starts[name].clone(memory_format=torch.contiguous_format)
             for name in self.tensors.buffers
         }
-        if self.tensors.wants_start:
-            self.fixed = {
-                name: param.detach()[: 1 if is_shared else count].clone().expand(param.shape)
-                for name, param in self.params.items()
-            }
 
-    def note_start(self, names: Iterable[str]) -> None:
-        """Record parameters that clients start from once more."""
-        self.fixed.update({n: self.params[n].detach().clone() for n in names if n in self.fixed})
+    def note_start(self, equal: Container[str] = ()) -> None:
+        """Record the parameters that clients start from, if the module asks for them.
+
+        Args:
+            equal: Names of the parameters that are the same for all clients.
+        """
+        self.fixed = {}
+        for name in self.tensors.compared:
+            param = self.params[name].detach()
+            self.fixed[name] = param[: 1 if name in equal else None].clone().expand(param.shape)
 
     def follow_module(self) -> None:
         """Train the parameters that the module trains, which hooks may change."""
         for name, param in self.params.items():
             param.requires_grad_(self.tensors.parameters[name].requires_grad)
 
-    def arguments(self, pick: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """Return the arguments of :meth:`LocalStep.many` for some clients, without their samples.
-
-        Args:
-            pick: Function that returns the rows of these clients from a stack.
-        """
+    @property
+    def arguments(self) -> dict[str, Tensors]:
+        """The arguments of :meth:`LocalStep.many`, without samples."""
         return {
-            "params": tree_map(pick, self.params),
-            "buffers": tree_map(pick, self.buffers),
-            "fixed": tree_map(pick, self.fixed),
-            "hyperparameters": tree_map(pick, self.hyperparameters),
+            "params": {**self.params},
+            "buffers": self.buffers,
+            "fixed": self.fixed,
+            "hyperparameters": self.hyperparameters,
         }
 
     @contextmanager
@@ -141,7 +134,7 @@ class Stacks:
         Tensors that it replaces, by ``data`` or as a buffer, are copied back.
         """
         start: dict[str, dict[str, Any]] = {}
-        if self.tensors.wants_start:
+        if wants_start(self.module):
             fixed = {name: values[row] for name, values in self.fixed.items()}
             start[GLOBAL_PARAMETERS] = fixed | self.tensors.constants
         if self.hyperparameters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_fl.contracts.step_module import StepModule
 from lightning_fl.errors import FederationError
 
 #: Optional attribute of a module for the parameters that its client started from.
@@ -23,11 +24,17 @@ class ModuleTensors:
 
     Args:
         module: The module. Its expanded buffers are copied, since they cannot be written to.
-        constants: Parameters that all clients share, by name.
+        constants: Frozen parameters that are not exchanged and that all clients share, by name.
+        local_names: Names of the client-local tensors.
     """
 
-    def __init__(self, module: LightningModule, constants: Mapping[str, nn.Parameter]) -> None:
-        self.module, self.constants = module, dict(constants)
+    def __init__(
+        self,
+        module: LightningModule,
+        constants: Mapping[str, nn.Parameter],
+        local_names: Collection[str],
+    ) -> None:
+        self.module, self.constants, self.local_names = module, dict(constants), local_names
         self._has_warned = False
         #: Buffers with their owners and names there, full names and shapes.
         self._owned = []
@@ -47,6 +54,14 @@ class ModuleTensors:
         self.buffers = dict(module.named_buffers())
         #: Parameters and buffers, by name.
         self.by_name: dict[str, Tensor] = {**self.parameters, **self.buffers}
+
+    @property
+    def compared(self) -> list[str]:
+        """Names of the parameters that the module compares with the start of its client."""
+        if not wants_start(self.module):
+            return []
+        others = self.module._uncompared if isinstance(self.module, StepModule) else ()
+        return [name for name in self.parameters if not name.startswith(others)]
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -102,11 +117,6 @@ class ModuleTensors:
                 " that it is carried over from client to client and not averaged. Register it"
                 " before the fit, or run the module once on a sample before the fit"
             )
-
-    @property
-    def wants_start(self) -> bool:
-        """Whether the module asks for the parameters that its client starts from."""
-        return wants_start(self.module)
 
 
 def wants_start(module: nn.Module) -> bool:

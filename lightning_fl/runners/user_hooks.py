@@ -8,31 +8,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import nn
 
-from lightning_fl.hooks import overrides
+from lightning_fl.hooks import STEP_HOOKS, overrides
 from lightning_fl.runners.tensors import overlapping
 
-#: Hooks of a module or data module that transfer a batch to the device.
-TRANSFER_HOOKS = (
-    *("on_before_batch_transfer", "on_after_batch_transfer"),
-    "transfer_batch_to_device",
-)
-#: Hooks of a callback around a Lightning batch.
-BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-#: Hooks of a callback that see gradients.
-GRADIENT_HOOKS = (
-    *("on_before_backward", "on_after_backward", "on_before_optimizer_step"),
-    "on_before_zero_grad",
-)
-#: Hooks of a callback in a training step.
-CALLBACK_HOOKS = (*BATCH_HOOKS, *GRADIENT_HOOKS)
-#: Hooks of a module in a step, after the transfer of its batch.
-HOOKS_AFTER_TRANSFER = (
-    *CALLBACK_HOOKS,
-    *("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
-    "lr_scheduler_step",
-)
-#: Per-step hooks of a module, which vectorized training does not call.
-STEP_HOOKS = (*TRANSFER_HOOKS, *HOOKS_AFTER_TRANSFER)
 _HOOKS = {
     *(n for kind in (ModelHooks, DataHooks, CheckpointHooks) for n in vars(kind) if n[0] != "_"),
     *("validation_step", "test_step", "predict_step", "configure_callbacks"),

@@ -14,29 +14,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fl.contracts.data import ClientBatches
+from lightning_fl.contracts.step_module import StepModule
 from lightning_fl.errors import FederationError, check_package
-from lightning_fl.hooks import attributes_set, call_hook
+from lightning_fl.hooks import BATCH_HOOKS, attributes_set, call_hook
 from lightning_fl.options import check_flag, check_integer
-from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
-from lightning_fl.runners.groups import (
-    client_bytes,
-    clients_at_once,
-    device_memory,
-    has_convolutions,
-    num_steps,
-)
+from lightning_fl.runners.groups import clients_at_once, device_memory, num_steps
 from lightning_fl.runners.local_tensors import split_tensors
 from lightning_fl.runners.optimizer import optimizers_in, restack, why_not_elementwise
 from lightning_fl.runners.samples import BatchSamples, each_of
-from lightning_fl.runners.self_check import MAX_BYTES, VectorizedCheck
-from lightning_fl.runners.sequential import SequentialRunner
-from lightning_fl.runners.step_module import StepModule
-from lightning_fl.runners.user_hooks import BATCH_HOOKS, callbacks_with, hooks_of, why_alone
+from lightning_fl.runners.user_hooks import callbacks_with, hooks_of, why_alone
 from lightning_fl.runners.vectorized_runner import VectorizedRunner
 
-#: Number of steps of a run from which on compiling pays: of any network, and of one with
-#: convolutions, whose steps take longer.
-LONG_RUN, LONG_RUN_OF_CONVOLUTIONS = 10_000, 1_000
 #: Methods of the module itself, if clients train one after another.
 OF_MODULE = ("training_step", "configure_optimizers")
 
@@ -216,40 +204,6 @@ class VectorizedClients(LightningModule):
             for name in OF_MODULE:
                 vars(self).pop(name, None)
 
-    def decide(self, batches: Sequence[Any], is_checked: bool, steps: Callable[[], float]) -> None:
-        """Decide before the first round whether clients are vectorized, and steps compiled.
-
-        Args:
-            batches: Batches of two clients.
-            is_checked: Whether to compare vectorized steps with the module's own.
-            steps: Function that returns the number of steps in the run.
-        """
-        runner = self.runner
-        assert runner is not None
-        convolves = has_convolutions(self.module)
-        is_alone = self.group_size == "auto" and self.device.type == "cpu" and convolves
-        compiles = bool(self.compiled)
-        if self.compiled == "auto":
-            is_fast = not is_alone or type(runner.optimizer) is torch.optim.SGD
-            compiles = is_fast and steps() >= (LONG_RUN_OF_CONVOLUTIONS if convolves else LONG_RUN)
-        if not runner.phases.is_aligned:
-            out_of_step = "clients change from phase to phase in different local steps"
-            self.train_one_by_one(out_of_step, is_choice=True)
-            return
-        if is_alone and not compiles:
-            faster = "on a CPU, this is faster for networks with convolutions"
-            self.train_one_by_one(faster, is_choice=True)
-            return
-        why = runner.why_hooked()
-        if is_checked and client_bytes(self.module, self.constants) > MAX_BYTES:
-            rank_zero_info(f"{type(self.module).__name__} is too large to check vectorized steps")
-        elif is_checked and why is None:
-            why = VectorizedCheck(runner.tensors, batches).why_not()
-        if why is not None:
-            self.train_one_by_one(why)
-        elif compiles:
-            runner.compile()
-
     # --- batches ----------------------------------------------------------------------------------
 
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
@@ -382,7 +336,7 @@ class VectorizedClients(LightningModule):
             runner.step, runner.evaluation = step, 0
             is_last = step + 1 == len(runner.active)
             before = runner.before_step(active)
-            if is_last or runner.moves_first:
+            if is_last:
                 optimizer.step(closure=optimizer_closure)
             else:
                 self._light_step(runner, optimizer)
@@ -399,20 +353,22 @@ class VectorizedClients(LightningModule):
         """Make a local step without Lightning's hooks, which cost as much as a small model."""
         trainer = self.trainer
         bare: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        runner.begin_step()
-        for param in runner.stacks.params.values():
-            param.grad = None
-        with trainer.precision_plugin.train_step_context():
-            loss = self.training_step(None, 0)
-        if runner.has_updated:
-            runner.end_step()
-            return
-        loss.backward()
-        runner.hold_gradients()
-        self.configure_gradient_clipping(
-            bare, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        )
-        bare.step()
+
+        @torch.enable_grad()
+        def closure() -> Tensor:
+            for param in runner.stacks.params.values():
+                param.grad = None
+            with trainer.precision_plugin.train_step_context():
+                loss = self.training_step(None, 0)
+            if not runner.has_updated:
+                loss.backward()
+                runner.hold_gradients()
+                self.configure_gradient_clipping(
+                    bare, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+                )
+            return loss
+
+        bare.step(closure=closure)
 
     def configure_gradient_clipping(
         self,
@@ -432,35 +388,3 @@ class VectorizedClients(LightningModule):
 def user_module(module: LightningModule) -> LightningModule:
     """Return the user's module, unwrapped from :class:`VectorizedClients`."""
     return module.module if isinstance(module, VectorizedClients) else module
-
-
-def client_runner(
-    module: LightningModule,
-    buffers: BufferPolicy,
-    optimizers: Sequence[torch.optim.Optimizer],
-    keep_optimizer: KeepOptimizer,
-    exchange_frozen: bool = False,
-    local_patterns: Sequence[str] = (),
-    otherwise: type[ClientRunner] = SequentialRunner,
-) -> ClientRunner:
-    """Return the runner of a module: vectorized for ``VectorizedClients``, otherwise sequential.
-
-    Args:
-        module: The user's module, or ``VectorizedClients`` of it.
-        buffers: How floating-point buffers are aggregated; see :class:`ClientRunner`.
-        optimizers: The optimizers of local training: one, unless the module optimizes manually.
-        keep_optimizer: Whether a client keeps its optimizer state between rounds.
-        exchange_frozen: Whether frozen parameters are exchanged; see
-            :class:`~lightning_fl.callbacks.FederatedLoop`.
-        local_patterns: Patterns of client-local parameters and buffers, in addition to those that
-            the module names.
-        otherwise: Class of the runner of other modules.
-    """
-    user = user_module(module)
-    constants, local = split_tensors(user, exchange_frozen, local_patterns)
-    if not isinstance(module, VectorizedClients) or module.reason is not None:
-        return otherwise(user, buffers, optimizers, keep_optimizer, constants, local)
-    module.runner = VectorizedRunner(
-        user, buffers, optimizers[0], keep_optimizer, module.constants, local, module.stack
-    )
-    return module.runner

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fl.contracts.update import ServerState
 from lightning_fl.errors import FederationError
+from lightning_fl.hooks import GRADIENT_HOOKS
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
 from lightning_fl.runners.client_optimizers import Rows
 from lightning_fl.runners.compiled import MOST_GRAPHS, Graphs, graph_of, shape_of, with_gradients
 from lightning_fl.runners.groups import knows_weights
 from lightning_fl.runners.local_step import LocalStep, Outcome, StepLogs, Tensors
-from lightning_fl.runners.optimizer import fresh, has_step_hooks, is_proportional, params_of
+from lightning_fl.runners.optimizer import (
+    evaluates_often,
+    fresh,
+    has_step_hooks,
+    is_proportional,
+    params_of,
+)
 from lightning_fl.runners.samples import BatchSamples, Collated, Padded, Samples
 from lightning_fl.runners.stacks import Stacks, keep_freed_memory
-from lightning_fl.runners.tensors import beside, flatten, placed, scattered, select, unflatten
-from lightning_fl.runners.user_hooks import GRADIENT_HOOKS, callbacks_with, why_alone
+from lightning_fl.runners.tensors import (
+    ModuleTensors,
+    beside,
+    flatten,
+    placed,
+    scattered,
+    select,
+    unflatten,
+)
+from lightning_fl.runners.user_hooks import callbacks_with, why_alone
 
 
 class VectorizedRunner(ClientRunner):
@@ -33,31 +47,27 @@ class VectorizedRunner(ClientRunner):
     an independent step of every client.
 
     Args:
-        module: The user's module.
+        tensors: The tensors of the user's module.
         buffers: How floating-point buffers are aggregated; see :class:`ClientRunner`.
         optimizer: The optimizer of the stacked parameters.
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
-        constants: Frozen parameters that are not stacked, by name.
-        local: Names of the client-local tensors.
         params: The stacked parameters, by name.
     """
 
     def __init__(
         self,
-        module: LightningModule,
+        tensors: ModuleTensors,
         buffers: BufferPolicy,
         optimizer: torch.optim.Optimizer,
         keep_optimizer: KeepOptimizer,
-        constants: Mapping[str, nn.Parameter],
-        local: Iterable[str],
         params: dict[str, nn.Parameter],
     ) -> None:
-        super().__init__(module, buffers, [optimizer], keep_optimizer, constants, local)
-        self.stacks = Stacks(self.tensors, params)
-        self.local = LocalStep(module, self.tensors.constants, is_of_all=True)
+        super().__init__(tensors, buffers, [optimizer], keep_optimizer)
+        self.stacks = Stacks(tensors, params)
+        self.local = LocalStep(self.module, tensors.constants)
         self.logs = StepLogs(self.local)
         #: Whether smaller batches are padded with samples of weight 0.
-        self.weighted = knows_weights(module)
+        self.weighted = knows_weights(self.module)
         #: Compiled forms of the step, or None.
         self.graphs: Graphs | None = None
         #: Whether the last step has also updated the parameters, as a graph of SGD does.
@@ -74,9 +84,10 @@ class VectorizedRunner(ClientRunner):
         #: The samples of the Lightning batch.
         self.batch: BatchSamples | None = None
         #: Number of closure evaluations per local step, and those done in the current step.
-        self.evaluations, self.evaluation = int(getattr(optimizer, "evaluations", 1)), 0
+        repeats = evaluates_often([optimizer])
+        self.evaluations, self.evaluation = int(getattr(repeats, "evaluations", 1)), 0
         #: Whether the optimizer moves the parameters before it evaluates the closure.
-        self.moves_first = hasattr(optimizer, "evaluations")
+        self.moves_first = repeats is not None
         #: Whether one graph may compute gradients and update, since nothing runs between them.
         self.may_update = True
         #: Task losses in the batch's first local step, ``[k]``.
@@ -107,20 +118,18 @@ class VectorizedRunner(ClientRunner):
     @torch.no_grad()
     def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
         """Start clients; see :meth:`ClientRunner.load`."""
-        self.adopt()
+        self.tensors.adopt()
         self.is_loaded = True
         self.optimizer_state.reset()
         self.count = len(rows)
         self._set_rates(lr, state.vector)
-        is_shared = state.vector.stride(0) == 0 and not self.restored_first
-        self.stacks.load(self.count, self._starts(state), is_shared, self.optimizer)
+        self.stacks.load(self.count, self._starts(state), self.optimizer)
         self._load_rows(rows)
-        for name in self.restored_first if self.stacks.fixed else ():
-            self.stacks.fixed[name] = self.stacks.params[name].detach().clone()
+        self.stacks.note_start(self.shared if state.vector.stride(0) == 0 else ())
 
     def note_start(self) -> None:
         """Record where the clients start from; see :meth:`ClientRunner.note_start`."""
-        self.stacks.note_start(self.shared)
+        self.stacks.note_start()
 
     def _set_rates(self, lr: Sequence[float], like: Tensor) -> None:
         """Set the clients' learning rates: one for all, or one per client."""
@@ -161,7 +170,8 @@ class VectorizedRunner(ClientRunner):
 
     def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
         """Set numbers of the module; see :meth:`ClientRunner.set_hyperparameters`."""
-        self.stacks.hyperparameters = self.declared.placed(values, self.vector)
+        like = self.vector
+        self.stacks.hyperparameters = self.declared.placed(values, like.dtype, like.device)
 
     def begin_batch(self, work: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Record the sizes of local steps; see :meth:`ClientRunner.begin_batch`."""
@@ -240,7 +250,6 @@ class VectorizedRunner(ClientRunner):
             The sum of losses, for the backward pass.
         """
         active, self.has_updated = self.active[self.step], False
-        versions = [param._version for param in self.stacks.params.values()]
         updates = self.may_update and self._client_ratios is None and not self.gradient_terms
         try:
             total, outcome = self._losses(samples, active, updates)
@@ -250,9 +259,8 @@ class VectorizedRunner(ClientRunner):
                 " VectorizedClients: --vectorize=null --ckpt_path=last"
             )
             raise
-        has_written = versions != [param._version for param in self.stacks.params.values()]
-        if self._client_ratios is not None and not self.moves_first and has_written:
-            self._note_start()
+        if self._client_ratios is not None and not self.moves_first:
+            self._note_start()  # after what the step itself writes
         for name, buffer in outcome.buffers.items():
             after = buffer.detach()
             if not active.all():
@@ -301,7 +309,7 @@ class VectorizedRunner(ClientRunner):
             The outcome, and the names of the parameters that get a gradient.
         """
         stacks = self.stacks
-        own = stacks.arguments(partial(select, rows=rows))
+        own = tree_map(partial(select, rows=rows), stacks.arguments)
         params: Tensors = own["params"]
         outcome = self.local.many(**own, batch=batch, weight=None)
         for name, param in stacks.params.items():  # the step may write, as an EMA teacher does
@@ -314,7 +322,7 @@ class VectorizedRunner(ClientRunner):
         """Make the step of all clients; their batches are ``[k, ...]``."""
         stacks, graphs = self.stacks, self.graphs
         shape = "" if graphs is None else shape_of((batch, weight))
-        own = stacks.arguments(lambda t: t) | {"batch": batch, "weight": weight}
+        own: dict[str, Any] = {**stacks.arguments, "batch": batch, "weight": weight}
         params: Tensors = own.pop("params")
         if graphs is not None and graphs.shapes.get(shape):
             updates = updates and graphs.can_update
@@ -332,7 +340,7 @@ class VectorizedRunner(ClientRunner):
     @torch.no_grad()
     def before_step(self, active: Tensor) -> Tensors:
         """Return the tensors that :meth:`after_step` restores for clients that are done."""
-        if self._client_ratios is not None:
+        if self._client_ratios is not None and self.moves_first:
             self._note_start()
         if active.all():
             return {}

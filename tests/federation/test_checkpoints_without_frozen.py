@@ -9,8 +9,8 @@ from frozen import frozen_once
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvgM
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.frozen import digest
 from lightning_fl.policies import Schedule
-from lightning_fl.runners.constants import digest
 from lightning_fl.types import FederationError
 
 # A test loads checkpoints without the callbacks that saved them.

@@ -19,7 +19,7 @@ from growing import Resizing
 from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import FedAdam
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.runners.user_hooks import GRADIENT_HOOKS
+from lightning_fl.hooks import GRADIENT_HOOKS
 from tutorial import trainer
 
 #: Those that are themselves part of writing or reading a checkpoint.

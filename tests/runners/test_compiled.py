@@ -9,9 +9,9 @@ from torch import nn
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.federation import vectorize
 from lightning_fl.objectives import WeightDivergence
 from lightning_fl.policies import Schedule
-from lightning_fl.runners import vectorized_clients
 from lightning_fl.runners.compiled import compiled, sgd_groups, sgd_step
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.vectorized_runner import VectorizedRunner
@@ -71,7 +71,7 @@ def test_a_step_is_compiled_as_a_whole():
     fixed = {name: param.detach() for name, param in params.items()}
     optimizer = torch.optim.SGD(params.values(), lr=0.1)
     batch = torch.ones(1, 4, 3), torch.ones(1, 4).long()
-    local = LocalStep(module)
+    local = LocalStep(module, {})
     whole = torch.compile(sgd_step, backend="eager", fullgraph=True)
     with torch.no_grad(), local.placeholders():
         own = {"buffers": {}, "fixed": fixed, "batch": batch, "weight": None}
@@ -92,8 +92,8 @@ def test_long_runs_are_compiled_and_those_of_convolutions_sooner(
     """Two groups of clients make three steps in two rounds."""
     compiled = []
     monkeypatch.setattr(VectorizedRunner, "compile", lambda runner: compiled.append(runner))
-    monkeypatch.setattr(vectorized_clients, "LONG_RUN", long_run)
-    monkeypatch.setattr(vectorized_clients, "LONG_RUN_OF_CONVOLUTIONS", 12)
+    monkeypatch.setattr(vectorize, "LONG_RUN", long_run)
+    monkeypatch.setattr(vectorize, "LONG_RUN_OF_CONVOLUTIONS", 12)
     module = ClientModule(nn.Sequential(*layers), optimizer=partial(torch.optim.SGD, lr=0.1))
     loop = FederatedLoop(policy=Schedule(num_steps=3), seed=1)
     fit(VectorizedClients(module.double(), group_size=2), loop, data(), rounds=2)

@@ -292,6 +292,19 @@ def test_a_user_module_is_given_what_its_client_started_from(agree, tiny):
     assert [module.federated_global_parameters for module in agree.modules] == [{}, {}]
 
 
+@pytest.mark.filterwarnings("ignore:validation and test use the global")
+def test_a_local_parameter_starts_from_the_clients_own_value_whoever_names_it(agree, client, flat):
+    class Named(ClientModule):
+        federated_local_parameters = ("net.2.weight",)
+
+    def found(kind, **federation):
+        agree(lambda: client(kind, [prox]), federation=federation, rounds=3)
+        return flat(agree.modules[0])
+
+    patterns = Named.federated_local_parameters
+    assert found(Named).equal(found(ClientModule, local_parameters=patterns))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["client", "own starts", "user module"])

@@ -271,6 +271,7 @@ def declared(kind):
         lambda p: Adaptive(p, "yogi", lr=0.01),
         PFedMe,
         lambda p: PFedMe(p, inner_steps=1),
+        lambda p: Combined(PFedMe([next(p)]), optim.SGD(p, lr=0.1)),
     ],
 )
 def test_vectorized_clients_with_an_elementwise_optimizer_agree(make, agree, tiny):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fl.runners import self_check
+from lightning_fl.federation import self_check
 from troubles import CARRIED, HARMLESS, furnish
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_fl.contracts.step_module import StepModule
 from lightning_fl.policies import Schedule
-from lightning_fl.runners.step_module import StepModule
 from lightning_fl.types import FederationError
 from linear import Linear
 

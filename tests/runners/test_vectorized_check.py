@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_fl.runners import self_check
+from lightning_fl.federation import self_check
 from written import Written
 
 
@@ -232,7 +232,7 @@ def test_the_check_changes_nothing(train, tiny, flat):
 
 
 def test_a_large_module_is_vectorized_unchecked(train, made, monkeypatch, caplog):
-    monkeypatch.setattr("lightning_fl.runners.vectorized_clients.MAX_BYTES", 100)
+    monkeypatch.setattr("lightning_fl.federation.vectorize.MAX_BYTES", 100)
     monkeypatch.setattr(self_check, "VectorizedCheck", None)
     with caplog.at_level("INFO", "lightning.pytorch"):
         train(made(), 3)

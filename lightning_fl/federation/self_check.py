@@ -1,12 +1,12 @@
 """The check of the first round, on deep copies of the module.
 
 :class:`OrderCheck` finds out whether the first client changes the first step of the second,
-:func:`why_not_vectorized` whether vectorized steps of two clients equal the module's own steps.
+:class:`VectorizedCheck` whether vectorized steps of two clients equal the module's own steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
+from lightning_fl.contracts.hyperparameters import HYPERPARAMETERS
 from lightning_fl.errors import FederationError, first_line
 from lightning_fl.functional.randomness import rng_state, seeded_rng
 from lightning_fl.hooks import attributes_set, call_hook, properties_set
-from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
 from lightning_fl.runners.module_copy import copied_module
 from lightning_fl.runners.samples import Collated, copied
@@ -39,7 +39,7 @@ SEED = 1_846_297_503
 COUNTS = ("global_step", "num_training_batches", "is_last_batch", "train_dataloader")
 #: A step's outcome without buffers, gradients of the trained parameters, and the parameters and
 #: buffers after the step and before it, of one client or stacked.
-Result = tuple[Outcome, Tensors, Tensors, Tensors]
+_Result = tuple[Outcome, Tensors, Tensors, Tensors]
 
 
 class OrderCheck:
@@ -136,11 +136,14 @@ class OrderCheck:
             _loaded(module, self.tensors.by_name)
             silent = attributes_set(self.module.trainer, {"_loggers": [DummyLogger()]})
             with seeded_rng(0, self.module.device), torch.enable_grad(), silent:
-                step = LocalStep(module, self.tensors.constants)
-                outcome, gradients = step.by_itself({}, copied(batch))
+                module.zero_grad()
+                out = LocalStep(module, self.tensors.constants)(copied(batch))
+                loss = out["loss"] if isinstance(out, Mapping) else out
+                loss.backward()
         except Exception:  # the step itself will fail
             return []
-        return [outcome.loss, *gradients.values()]
+        gradients = (p.grad.to_dense() for p in module.parameters() if p.grad is not None)
+        return [loss.detach(), *gradients]
 
 
 # --- vectorized clients ---------------------------------------------------------------------------
@@ -231,7 +234,7 @@ class VectorizedCheck:
             for name in self.trained:
                 if not torch.equal(start[name], ends[name]):
                     return f"training_step writes to the trained parameter {name}"
-        stacked: Result = tree_map(lambda *t: torch.stack(t), *own)
+        stacked: _Result = tree_map(lambda *t: torch.stack(t), *own)
         at_once = self._vectorized(mapped, stacked[-1])
         for part in mapped.modules():
             for name, value in vars(part).items():
@@ -256,9 +259,7 @@ class VectorizedCheck:
         return value.double() if is_narrow else copied(value)
 
     def _fixed(self, values: Tensors) -> Tensors:
-        if not self.tensors.wants_start:
-            return {}
-        return {name: values[name].clone() for name in self.tensors.parameters}
+        return {name: values[name].clone() for name in self.tensors.compared}
 
     @contextmanager
     def _conditions(self, module: LightningModule) -> Iterator[LocalStep]:
@@ -282,9 +283,9 @@ class VectorizedCheck:
             torch.enable_grad(),
             trainer.precision_plugin.train_step_context(),
         ):
-            yield LocalStep(module, constants, is_of_all=True)
+            yield LocalStep(module, constants)
 
-    def _own(self, module: LightningModule, client: int) -> Result:
+    def _own(self, module: LightningModule, client: int) -> _Result:
         """Make a client's own step."""
         values, batch = self._client(client), tree_map(self._wide, self.batches[client])
         with self._conditions(module) as step:
@@ -308,7 +309,7 @@ class VectorizedCheck:
         tensors = _loaded(module, {})
         return {name: tensors[name].detach().clone() for name in self.tensors.by_name}
 
-    def _vectorized(self, module: LightningModule, values: Tensors) -> Result:
+    def _vectorized(self, module: LightningModule, values: Tensors) -> _Result:
         """Make the vectorized step of clients that start from some tensors, ``[2, ...]``."""
         fixed, batches = map(self._fixed, map(self._client, range(2))), self.batches
         params = {name: values[name].clone() for name in self.tensors.parameters}

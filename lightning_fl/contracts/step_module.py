@@ -1,4 +1,4 @@
-"""What a ``ClientModule`` and the vectorized runner tell each other."""
+"""What a ``ClientModule`` and the runners tell each other."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class StepModule(LightningModule):
     _sample_weight: Tensor | None = None
     #: Whether the training step uses the weights of samples.
     _knows_weights = False
+    #: Prefixes of the parameters that it does not compare with the start of its client.
+    _uncompared: tuple[str, ...] = ()
     #: Allowed ranges of ``federated_hyperparameters``, as arguments of ``check_number``, by name.
     _hyperparameter_limits: Mapping[str, Mapping[str, Any]] = {}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_fl.contracts.step_module import StepModule
 from lightning_fl.errors import FederationError
 from lightning_fl.options import check_number
-from lightning_fl.runners.step_module import StepModule
-from lightning_fl.runners.tensors import TensorList
 
 #: Optional attribute of a module: the numbers that a policy may set, with their own values by name.
 HYPERPARAMETERS = "federated_hyperparameters"
@@ -69,10 +69,12 @@ class Declared:
             for value in values:
                 check_number(f"{name} of {source}", value, **self._limits.get(name, {}))
 
-    def placed(self, values: Mapping[str, Tensor], like: TensorList) -> dict[str, Tensor]:
+    def placed(
+        self, values: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Tensor]:
         """Return the values of declared numbers in the dtype and on the device of training."""
         return {
-            name: value.to(like.dtype).to(like.device, non_blocking=True)
+            name: value.to(dtype).to(device, non_blocking=True)
             for name, value in values.items()
             if name in self.values
         }
