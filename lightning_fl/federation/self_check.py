@@ -152,7 +152,7 @@ class OrderCheck:
 aten = torch.ops.aten
 #: Operations with gradients that ``torch.func.vmap`` gets wrong for some values (padding, or equal
 #: entries), and whether it does so with given arguments.
-WRONG_UNDER_VMAP: dict[Any, Callable[..., bool]] = {
+_WRONG_UNDER_VMAP: dict[Any, Callable[..., bool]] = {
     aten.embedding.default: lambda weight, indices, padding_idx=-1, *_: padding_idx >= 0,
     **dict.fromkeys((aten.max.default, aten.min.default), lambda values: True),
     **dict.fromkeys((aten.median.default, aten.nanmedian.default), lambda values: True),
@@ -165,7 +165,7 @@ class _Known(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        is_wrong = WRONG_UNDER_VMAP.get(func)
+        is_wrong = _WRONG_UNDER_VMAP.get(func)
         if is_wrong and is_wrong(*args) and args[0].requires_grad and torch.is_grad_enabled():
             raise FederationError(
                 f"training_step uses {func.overloadpacket}, whose gradients torch.func.vmap gets"

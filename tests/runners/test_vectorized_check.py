@@ -184,12 +184,12 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_operations_that_are_known_to_be_wrong_are_so_in_this_version(name):
-    """If one is right, remove it from WRONG_UNDER_VMAP."""
+    """If one is right, remove it from _WRONG_UNDER_VMAP."""
     x = torch.ones(2, 2, 3, dtype=torch.float64).requires_grad_()
     stacked, *_ = torch.autograd.grad(torch.func.vmap(WRONG[name])(x).sum(), x)
     each, *_ = torch.autograd.grad(sum(map(WRONG[name], x)), x)
     assert not torch.allclose(stacked, each)
-    known = {str(op.overloadpacket) for op in self_check.WRONG_UNDER_VMAP}
+    known = {str(op.overloadpacket) for op in self_check._WRONG_UNDER_VMAP}
     assert known == {f"aten.{wrong}" for wrong in WRONG}
 
 
