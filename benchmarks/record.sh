@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 peers=()
-for peer in flower fedjax drjax pfl blazefl fluke; do
+for peer in flower fedjax drjax pfl blazefl fluke nvflare; do
     if [[ -x ${LIGHTNING_FL_PEERS:-.peers}/$peer/bin/python ]]; then peers+=("$peer"); fi
 done
 workloads=("$@")

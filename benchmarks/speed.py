@@ -168,7 +168,7 @@ def contestants(device: str) -> dict[str, Contestant]:
 
 # --- other libraries ------------------------------------------------------------------------------
 
-PEERS = ("flower", "fedjax", "drjax", "pfl", "blazefl", "fluke")
+PEERS = ("flower", "fedjax", "drjax", "pfl", "blazefl", "fluke", "nvflare")
 
 
 def environment(peer: str) -> Path:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the environments of other libraries in .peers.
 #
-#     benchmarks/peers/install.sh [flower] [fedjax] [drjax] [pfl] [blazefl] [fluke]
+#     benchmarks/peers/install.sh [flower] [fedjax] [drjax] [pfl] [blazefl] [fluke] [nvflare]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 torch=(torch==2.14.1 numpy==2.4.6)
@@ -13,7 +13,7 @@ install() {  # NAME, and what pip shall install
 }
 
 peers=("$@")
-[[ $# -gt 0 ]] || peers=(flower fedjax drjax pfl blazefl fluke)
+[[ $# -gt 0 ]] || peers=(flower fedjax drjax pfl blazefl fluke nvflare)
 for peer in "${peers[@]}"; do
     case $peer in
         flower) install flower "flwr[simulation]==1.41.0" ray==2.55.1 "${torch[@]}" ;;
@@ -27,6 +27,7 @@ for peer in "${peers[@]}"; do
             # Its releases for this Python are pure Python, but ask for a newer one.
             install blazefl --no-deps --ignore-requires-python blazefl==2.0.3 ;;
         fluke) install fluke fluke-fl==0.8.1 "${torch[@]}" ;;
-        *) echo "unknown: $peer; choose flower, fedjax, drjax, pfl, blazefl or fluke" >&2; exit 2 ;;
+        nvflare) install nvflare nvflare==2.9.0 "${torch[@]}" ;;
+        *) echo "unknown: $peer; choose flower, fedjax, drjax, pfl, blazefl, fluke or nvflare" >&2; exit 2 ;;
     esac
 done

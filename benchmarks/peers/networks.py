@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import count, islice
 
 import torch
 from samples import drawn, tested
@@ -66,6 +68,12 @@ def synthetic(
     """Samples and labels of every client."""
     x, y = map(torch.from_numpy, drawn(clients * samples, shape, classes))
     return list(zip(x.split(samples), y.split(samples), strict=True))
+
+
+def batches(samples: int, batch_size: int, steps: int) -> Iterator[Tensor]:
+    """Indices of each step's samples, shuffled anew for each pass."""
+    epochs = (torch.randperm(samples).split(batch_size) for _ in count())
+    return islice((batch for epoch in epochs for batch in epoch), steps)
 
 
 @torch.no_grad()

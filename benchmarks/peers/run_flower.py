@@ -12,9 +12,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from functools import cache
-from itertools import count, islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -26,8 +25,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from networks import accuracy, network, synthetic
-from torch import Tensor, nn
+from networks import accuracy, batches, network, synthetic
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 client_app = ClientApp()
@@ -39,12 +38,6 @@ def cached_network(shape: tuple[int, ...], workload: str) -> nn.Module:
     """The network that the clients of one actor share; the first call sets the actor up."""
     torch.set_num_threads(1)
     return network(shape, workload)
-
-
-def batches(samples: int, batch_size: int, steps: int) -> Iterator[Tensor]:
-    """Indices of each step's samples, shuffled anew for each pass."""
-    epochs = (torch.randperm(samples).split(batch_size) for _ in count())
-    return islice((batch for epoch in epochs for batch in epoch), steps)
 
 
 @client_app.train()
