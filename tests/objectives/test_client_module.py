@@ -260,7 +260,7 @@ def test_losses_of_half_precision_are_summed_in_double_and_single_precision(fit,
             return losses
 
     module = Watched(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    loop = FederatedLoop(buffers="average", seed=1, check=False)
+    loop = FederatedLoop(buffers="average", seed=1)
     fit(module, loop, data(batch_size=5, eval_batch_size=1), rounds=1, precision=precision)
     found = module.trainer.callback_metrics
     expected = sum(train) / loop.rows[0]["num_samples"]
