@@ -460,7 +460,7 @@ NIID_BENCH = {
 NIID_METHODS: Arms = {
     "FedAvg": (),
     "FedProx": term("Proximal", mu=0.01),
-    "SCAFFOLD": rule("Scaffold", option="I"),
+    "SCAFFOLD": rule("Scaffold", weighting="samples"),
     "FedNova": rule("FedNova"),
 }
 NIID_SPLITS: Arms = {

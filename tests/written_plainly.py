@@ -81,12 +81,13 @@ def loss_and_gradient(point, x, y, net=None):
     return loss.detach(), torch.cat([g.flatten() for g in grads])
 
 
-def trained(start, batches, lr=LR, mu=0.0, decay=0.0, added=0.0, net=None):
-    """The model of a client after its local steps, with terms that are added to gradients."""
-    y = start.clone()
+def trained(start, batches, lr=LR, mu=0.0, decay=0.0, added=0.0, net=None, momentum=0.0):
+    """The model of a client after its local steps, with terms that are added to the steps."""
+    y, m = start.clone(), 0.0
     for batch in batches:
         _, gradient = loss_and_gradient(y, *batch, net)
-        y = y - lr * (gradient + mu * (y - start) + decay * y + added)
+        m = momentum * m + gradient + mu * (y - start) + decay * y
+        y = y - lr * (m + added)
     return y
 
 

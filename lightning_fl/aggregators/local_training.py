@@ -15,9 +15,9 @@ from lightning_fl.errors import FederationError
 def check_training(rule: Any, federation: Federation) -> None:
     """Refuse local training that does not have what a rule needs.
 
-    A rule declares it in ``needs``: ``losses`` of samples, ``automatic`` optimization,
-    ``plain_sgd``, or ``no_decay`` of weights. Rules that weight clients over rounds need
-    ``constant_sizes`` if their ``weighting`` is ``samples``.
+    A rule declares it in ``needs``: ``losses`` of samples, ``automatic`` optimization, ``sgd``,
+    ``plain_sgd`` without momentum, or ``no_decay`` of weights. Rules that weight clients over
+    rounds need ``constant_sizes`` if their ``weighting`` is ``samples``.
 
     Args:
         rule: The rule.
@@ -31,9 +31,9 @@ def check_training(rule: Any, federation: Federation) -> None:
         check_losses(rule, federation.module)
     if "automatic" in needs:
         check_automatic(name, federation)
-    if "plain_sgd" in needs:
-        refused = ["momentum", *["weight_decay"] * ("no_decay" in needs)]
-        check_plain_sgd(name, federation, refused)
+    refused = {"plain_sgd": "momentum", "no_decay": "weight_decay"}
+    if {"sgd", "plain_sgd"} & set(needs):
+        check_unclipped_sgd(name, federation, [refused[n] for n in needs if n in refused])
     streams = getattr(federation.data, "stream_steps", 1) > 1
     if "constant_sizes" in needs and streams and rule.weighting == "samples":
         raise FederationError(
@@ -106,7 +106,7 @@ def check_sgd(name: str, federation: Federation) -> float:
     return momentum
 
 
-def check_plain_sgd(name: str, federation: Federation, refused: Collection[str]) -> None:
+def check_unclipped_sgd(name: str, federation: Federation, refused: Collection[str]) -> None:
     """Refuse local training that is not SGD, with some options, or with gradient clipping.
 
     Args:

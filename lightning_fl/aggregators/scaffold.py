@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.fedavg import FedAvg
+from lightning_fl.aggregators.local_training import check_sgd
 from lightning_fl.contracts.client_part import ClientContext, ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import RoundPlan
@@ -45,11 +47,20 @@ class Scaffold(FedAvg):
 
     Attacks and update transforms act on :math:`y_k - x` alone.
 
+    If the clients' SGD has momentum :math:`\mu`, option II corrects the step and not the gradient,
+    as the program of NIID-Bench (Li et al., 2022) does:
+
+    .. math:: m_k \leftarrow \mu m_k + g_k(y_k), \qquad
+        y_k \leftarrow y_k - \eta_l (m_k - c_k + c)
+
+    :math:`c_k^+` is then the mean of :math:`m_k` over the local steps. With option I, the optimizer
+    gets the corrected gradient, whichever optimizer it is.
+
     Args:
         option: ``II`` reuses the gradients of the local steps. It inverts the local solver, and
-            needs plain SGD: no momentum, no gradient clipping, a learning rate that is constant in
-            the round. ``I`` is a pass over all samples of the client, in evaluation mode; it needs
-            a module with a method ``federated_losses(batch)``.
+            needs SGD whose learning rate is constant in the round, without gradient clipping.
+            ``I`` is a pass over all samples of the client, in evaluation mode; it needs a module
+            with a method ``federated_losses(batch)``.
         lr: Learning rate :math:`\eta_g` of the server.
         weighting: ``uniform`` is the equations above: the mean over clients of :math:`f_k` is
             minimized. ``samples`` minimizes the mean weighted by the clients' numbers of samples
@@ -83,7 +94,7 @@ class Scaffold(FedAvg):
         super().__init__(weighting)
         self.option = check_choice("option", option, "I", "II")
         self.lr = check_number("lr", lr, above=0)
-        of_option = ("automatic", "losses") if option == "I" else ("plain_sgd",)
+        of_option = ("automatic", "losses") if option == "I" else ("sgd",)
         self.needs = (*of_option, "constant_sizes")
 
     def client_parts(self) -> Sequence[ClientPart]:
@@ -143,13 +154,21 @@ class ControlVariate(ClientPart):
     def start(
         self, client: ClientContext, memory: dict[str, Tensor], broadcast: Mapping[str, Tensor]
     ) -> None:
-        """Add :math:`c - c_k` to the gradients of all local steps."""
+        r"""Add :math:`c - c_k` to all local steps.
+
+        Momentum sums what it gets, so that it gets :math:`c - c_k` in the first step, and
+        :math:`(1 - \mu) (c - c_k)` in later ones.
+        """
         layout = client.federation.known_layout
         self._server = broadcast["control"]
-        correction = layout.split(self._server - memory["control"])
-        client.add_to_gradients(lambda params, gradients: correction)
+        correction = self._server - memory["control"]
+        later = correction
         if self.option == "I":
             self._gradients = client.mean_gradients()
+        elif momentum := check_sgd(Scaffold.__name__, client.federation):
+            later = (1 - momentum) * correction
+        terms = chain([layout.split(correction)], repeat(layout.split(later)))
+        client.add_to_gradients(lambda params, gradients: next(terms))
 
     def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
         """Replace the client's control variate; send the change."""

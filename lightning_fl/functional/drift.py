@@ -15,7 +15,8 @@ def next_control(
 
     SCAFFOLD, option II (Karimireddy et al., 2020, eq. 4):
     :math:`c_k^+ = c_k - c + \frac{x - y_k}{K \eta_l}`, where the last term is the mean
-    local gradient. This holds for plain SGD with a learning rate that is constant in the round.
+    local gradient. This holds for SGD with a learning rate that is constant in the round; with
+    momentum, it is the mean step divided by the rate.
 
     Args:
         control: Client control variates :math:`c_k`, ``[k, P]``.

@@ -71,7 +71,6 @@ CLIPPED = {"gradient_clip_val": 1.0}
         (QFedAvg, partial(SGD, weight_decay=0.1), {}, r"SGD\(weight_decay=...\)"),
         (QFedAvg, SGD, CLIPPED, "gradient clipping"),
         (Scaffold, torch.optim.Adam, {}, "the optimizer is Adam: choose SGD"),
-        (Scaffold, MOMENTUM, {}, r"SGD\(momentum=...\)"),
         (Scaffold, SGD, CLIPPED, "gradient clipping"),
     ],
 )

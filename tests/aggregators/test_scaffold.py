@@ -14,7 +14,7 @@ from two_classes import samples
 from written_plainly import LR, Noted, close, module, of_all_samples, trained, vector
 
 
-def plainly(loop, data, option, server_lr, weighting, weight_decay=0.0):
+def plainly(loop, data, option, server_lr, weighting, weight_decay=0.0, momentum=0.0):
     """Algorithm 1 of the paper, on the batches of a run."""
     n = [len(part) for part in data.parts]
     p = [1 / len(n)] * len(n) if weighting == "uniform" else [k / sum(n) for k in n]
@@ -24,7 +24,7 @@ def plainly(loop, data, option, server_lr, weighting, weight_decay=0.0):
     for batches in loop.batches:
         moves, changes = {}, {}
         for k, steps in batches.items():
-            y = trained(x, steps, decay=weight_decay, added=c - own[k])
+            y = trained(x, steps, decay=weight_decay, added=c - own[k], momentum=momentum)
             if option == "I":
                 after = of_all_samples(x, data, k)[1]
             else:
@@ -38,17 +38,19 @@ def plainly(loop, data, option, server_lr, weighting, weight_decay=0.0):
     return models, c, own
 
 
-@pytest.mark.parametrize("option", ["I", "II"])
+@pytest.mark.parametrize(
+    ("option", "momentum"), [("I", 0.0), ("II", 0.0), ("II", 0.8)], ids=["I", "II", "momentum"]
+)
 @pytest.mark.parametrize(
     ("server_lr", "weighting", "decay"), [(1.0, "uniform", 0.0), (0.7, "samples", 0.1)]
 )
 def test_rounds_are_the_algorithm_with_partial_participation(
-    fit, option, server_lr, weighting, decay
+    fit, option, momentum, server_lr, weighting, decay
 ):
     data, rule = samples(), Scaffold(option, server_lr, weighting)
     loop = Noted(rule, Schedule(num_steps=4), seed=1, clients_per_round=3)
-    fit(module(weight_decay=decay), loop, data, rounds=5)
-    models, control, own = plainly(loop, data, option, server_lr, weighting, decay)
+    fit(module(weight_decay=decay, momentum=momentum), loop, data, rounds=5)
+    models, control, own = plainly(loop, data, option, server_lr, weighting, decay, momentum)
     assert len({*map(str, (sorted(batches) for batches in loop.batches))}) > 1
     close(loop.models, models)
     close(rule.control, control)
@@ -58,12 +60,13 @@ def test_rounds_are_the_algorithm_with_partial_participation(
         assert row["bytes_up"] == row["bytes_down"] == 3 * 2 * 10 * 8
 
 
-def test_gradients_are_corrected_where_a_graph_would_make_the_update(fit, monkeypatch):
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+def test_gradients_are_corrected_where_a_graph_would_make_the_update(fit, monkeypatch, momentum):
     """Plain SGD of whole groups is part of the compiled graph, which knows no correction."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
     def run(wrap):
-        made, rule = module(), Scaffold()
+        made, rule = module(momentum=momentum), Scaffold()
         loop = FederatedLoop(rule, Schedule(num_steps=3), seed=1, clients_per_round=4)
         fit(wrap(made), loop, samples(), rounds=3)
         return vector(made), rule.control

@@ -83,9 +83,10 @@ def skewed():
 
 
 def test_a_rule_knows_the_optimizer_of_the_clients(tmp_path):
-    compare(tmp_path, momentum, FedNova(), skewed, policy=Schedule(local_epochs=2))
-    with pytest.raises(FederationError, match=r"Scaffold.* SGD\(momentum"):
-        federation(momentum, Scaffold())
+    for rule in (FedNova, Scaffold):
+        compare(tmp_path / rule.__name__, momentum, rule(), skewed, policy=Schedule(local_epochs=2))
+    with pytest.raises(FederationError, match=r"FedCM.* SGD\(momentum"):
+        federation(momentum, aggregators.FedCM())
 
 
 WITH_PARTS = {
