@@ -340,13 +340,13 @@ ROWS = {
         policy=DiscreteGaussianReinforce(GRID, learn_precision=True),
     ),
     "FedYogi, APFL": lambda root: uneven(module(APFL(0.9)), aggregator=FedYogi()),
-    "FedNova, momentum": lambda root: uneven(
-        module(optimizer=partial(SGD, momentum=0.9)), aggregator=FedNova()
-    ),
+    "FedNova, momentum": lambda root: uneven(module(optimizer=MOMENTUM), aggregator=FedNova()),
     "Scaffold I, Quantize": lambda root: row(
         aggregator=Scaffold("I"), update_transforms=[TopK(0.3), Quantize(4)], clients_per_round=3
     ),
-    "Scaffold II": lambda root: uneven(aggregator=Scaffold("II"), clients_per_round=4),
+    "Scaffold II, momentum": lambda root: uneven(
+        module(optimizer=MOMENTUM), aggregator=Scaffold("II"), clients_per_round=4
+    ),
     "FedDyn, TopK": lambda root: uneven(aggregator=FedDyn(0.1), update_transforms=[TopK(0.3)]),
     "FedExP, FedNTD": lambda root: uneven(module(FedNTD(temperature=2.0)), aggregator=FedExP()),
     "FedCM, FedLC": lambda root: row(
