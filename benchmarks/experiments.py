@@ -467,8 +467,8 @@ NIID_SPLITS: Arms = {
     "IID": (),
     "Dirichlet(0.5)": split("Dirichlet", alpha=0.5, min_size=10),
     "one class": split("ByLabel", classes_per_client=1),
-    "two classes": split("ByLabel", classes_per_client=2),
-    "three classes": split("ByLabel", classes_per_client=3),
+    "two classes": split("ByRandomLabel", classes_per_client=2),
+    "three classes": split("ByRandomLabel", classes_per_client=3),
 }
 
 

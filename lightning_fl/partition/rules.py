@@ -85,13 +85,51 @@ class ByLabel(Partition):
         n, num_classes = self.classes_per_client, len(sizes)
         least, hint = -(-num_classes // num_clients), f"each of {num_classes} classes has a client"
         check_integer("classes_per_client", n, min=least, max=num_classes, hint=hint)
-        # Slot s belongs to client s // n and holds class s % C, so class c has slots c, c + C, ...
-        klass = torch.arange(num_classes)
-        owners = (num_clients * n - 1 - klass) // num_classes + 1
+        # Client i has the places i n, ..., i n + n - 1. The samples of a class go round its places.
+        held = self._classes(num_clients, num_classes, generator)
+        owners, places = held.bincount(minlength=num_classes), held.argsort(stable=True)
         rank = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        slot = klass.repeat_interleave(sizes)
-        slot = slot + num_classes * (rank % owners.repeat_interleave(sizes))
-        return _group(order, slot // n, num_clients)
+        first = (owners.cumsum(0) - owners).repeat_interleave(sizes)
+        owner = places[first + rank % owners.repeat_interleave(sizes)] // n
+        return _group(order, owner, num_clients)
+
+    def _classes(self, num_clients: int, num_classes: int, generator: torch.Generator) -> Tensor:
+        """Return the classes of client 0, then of client 1, and so on, ``[num_clients n]``."""
+        return torch.arange(num_clients * self.classes_per_client) % num_classes
+
+
+class ByRandomLabel(ByLabel):
+    r"""Give client `i` the class :math:`i \bmod C` and :math:`n - 1` other classes at random.
+
+    This is the split "#C = n" of NIID-Bench (Li et al., 2022, section 4.1), and Flower's
+    ``PathologicalPartitioner`` with the mode ``first-deterministic``. Each class is divided as
+    equally as possible among its clients.
+
+    Args:
+        classes_per_client: Number of classes per client, `n`.
+
+    Raises:
+        FederationError: If `n` exceeds the number of classes, or there are fewer clients than
+            classes.
+
+    Example:
+        >>> labels = torch.arange(4).repeat(6)
+        >>> parts = ByRandomLabel(2)(labels, 4, torch.Generator().manual_seed(0))
+        >>> [labels[part].unique().tolist() for part in parts]
+        [[0, 1], [0, 1], [2, 3], [0, 3]]
+    """
+
+    def __init__(self, classes_per_client: int = 2) -> None:
+        super().__init__(classes_per_client)
+
+    def _classes(self, num_clients: int, num_classes: int, generator: torch.Generator) -> Tensor:
+        """See `ByLabel`."""
+        hint = f"each of {num_classes} classes has a client"
+        check_integer("num_clients", num_clients, min=num_classes, hint=hint)
+        keys = torch.rand(num_clients, num_classes, generator=generator)
+        client = torch.arange(num_clients)
+        keys[client, client % num_classes] = -1
+        return keys.argsort(1)[:, : self.classes_per_client].flatten()
 
 
 class Shards(Partition):

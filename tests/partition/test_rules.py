@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_fl.partition import (
     IID,
     ByLabel,
+    ByRandomLabel,
     Dirichlet,
     FromManifest,
     Manifest,
@@ -28,6 +29,7 @@ RANDOM = [
     IID(),
     IID(stratified=True),
     ByLabel(2),
+    ByRandomLabel(),
     Shards(),
     Dirichlet(),
     Dirichlet(alpha=1e-3, min_size=2),
@@ -118,10 +120,7 @@ def test_the_number_of_clients_is_a_positive_integer(bad):
 
 @pytest.mark.parametrize(
     ("labels", "words"),
-    [
-        (torch.zeros(4, 2), r"shape \(4, 2\).*argmax"),
-        (torch.tensor(3), r"shape \(\)"),
-    ],
+    [(torch.zeros(4, 2), r"shape \(4, 2\).*argmax"), (torch.tensor(3), r"shape \(\)")],
 )
 def test_labels_are_one_tensor_with_a_number_a_sample(labels, words):
     with pytest.raises(FederationError, match=words):
@@ -131,10 +130,8 @@ def test_labels_are_one_tensor_with_a_number_a_sample(labels, words):
 @pytest.mark.parametrize("rule", [ByLabel(5), Shards(), Dirichlet(), IID(True)], ids=repr)
 def test_rules_of_classes_split_real_numbers_by_their_values_or_deciles(rule):
     few, many = torch.rand(7, generator=rng()).repeat(9), torch.rand(200, generator=rng())
-    for targets, classes in (
-        (few, few.argsort().argsort() // 9),
-        (many, many.argsort().argsort() // 20),
-    ):
+    for targets, size in ((few, 9), (many, 20)):
+        classes = targets.argsort().argsort() // size
         found, expected = (lists(rule(labels, 4, rng())) for labels in (targets, classes))
         assert found == expected
 
@@ -220,24 +217,27 @@ def test_labels_may_be_any_integers():
     assert lists(ByLabel()(torch.tensor([99, -5, 7, 99]), 3, rng())) == [[1], [2], [0, 3]]
 
 
+@pytest.mark.parametrize("rule", [ByLabel, ByRandomLabel])
 @given(num_classes=st.integers(1, 7), n=st.integers(1, 7), num_clients=st.integers(1, 9))
 @settings(max_examples=30, deadline=None)
-def test_each_client_holds_n_classes_and_each_class_has_an_owner(num_classes, n, num_clients):
+def test_each_client_holds_n_classes_and_each_class_has_an_owner(rule, num_classes, n, num_clients):
     labels = torch.arange(num_classes).repeat(20)
-    if n > num_classes or num_clients * n < num_classes:
+    if n > num_classes or num_clients * (n if rule is ByLabel else 1) < num_classes:
         with pytest.raises(FederationError, match=r"classes"):
-            ByLabel(n)(labels, num_clients, rng())
+            rule(n)(labels, num_clients, rng())
         return
-    table = counts(ByLabel(n)(labels, num_clients, rng()), labels)
+    table = counts(rule(n)(labels, num_clients, rng()), labels)
     assert ((table > 0).sum(1) == n).all()
     assert (table.sum(0) == 20).all()
     for shares in table.T:
         assert shares.max() - shares[shares > 0].min() <= 1
 
 
-def test_more_classes_a_client_than_there_are_is_an_error():
-    with pytest.raises(FederationError, match=r"classes_per_client must be .* in \[1, 2\], got 3"):
-        ByLabel(3)(torch.tensor([0, 1, 1]), 3, rng())
+def test_random_classes_of_clients_are_uniform_but_for_the_first():
+    labels, seeds = torch.arange(5).repeat(10), range(300)
+    held = sum(counts(ByRandomLabel(3)(labels, 5, rng(s)), labels) > 0 for s in seeds)
+    assert (held.diagonal() == 300).all()
+    assert (held[~torch.eye(5, dtype=bool)] - 150).abs().max() < 45  # five standard deviations
 
 
 def test_a_class_without_a_client_is_an_error():
