@@ -531,7 +531,7 @@ def pfllib(column: int) -> Experiment:
     """Return the cells of a column of PFLlib's table."""
     kind, options = (
         ("two classes per client", TWO_CLASSES),
-        ("Dirichlet(0.1)", split("Dirichlet", alpha=0.1, min_size=40)),
+        ("Dirichlet(0.1)", split("Dirichlet", alpha=0.1, min_size=40, balanced=True)),
     )[column]
     return Experiment(
         f"PFLlib, Fashion-MNIST, {kind}",

@@ -180,6 +180,9 @@ class Dirichlet(Partition):
     Args:
         alpha: Concentration, greater than 0.
         min_size: Minimum number of samples per client.
+        balanced: Whether a client that holds :math:`N / K` samples gets none of the classes after
+            them, as in the programs of Yurochkin et al., NIID-Bench and PFLlib, and in Flower's
+            ``DirichletPartitioner``. The sizes of clients are then less skewed.
 
     Raises:
         FederationError: If there are too few samples for `min_size`.
@@ -192,9 +195,10 @@ class Dirichlet(Partition):
         (1000, 20)
     """
 
-    def __init__(self, alpha: float = 0.5, min_size: int = 1) -> None:
+    def __init__(self, alpha: float = 0.5, min_size: int = 1, balanced: bool = False) -> None:
         self.alpha = check_number("alpha", alpha, above=0, hint=CONCENTRATION)
         self.min_size = check_integer("min_size", min_size, min=1)
+        self.balanced = check_flag("balanced", balanced)
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""
@@ -211,12 +215,21 @@ class Dirichlet(Partition):
         with np.errstate(over="ignore"):
             log_u = (log_u - log_u.max(1, keepdims=True)) / self.alpha
         log_gamma = np.log(rng.standard_gamma(self.alpha + 1, shape)) + log_u
-        shares = np.exp(log_gamma - log_gamma.max(1, keepdims=True)).cumsum(1)
         # One random offset per class makes the expected counts exactly p_c n_c, even if n_c < K.
-        total = sizes.numpy()[:, None]
-        cuts = np.floor(shares / shares[:, -1:] * total + rng.random((len(sizes), 1)))
-        counts = torch.from_numpy(np.diff(np.minimum(cuts, total), prepend=0, axis=1)).long()
-        owner = torch.arange(num_clients).repeat(len(sizes)).repeat_interleave(counts.flatten())
+        offsets, held = rng.random(len(sizes)), np.zeros(num_clients, dtype=np.int64)
+        counts = np.zeros(shape, dtype=np.int64)
+        for row, logs, size, offset in zip(counts, log_gamma, sizes.tolist(), offsets, strict=True):
+            if self.balanced:
+                logs[held * num_clients >= n] = -np.inf
+            shares = np.exp(logs - logs.max()).cumsum()
+            cuts = np.minimum(np.floor(shares / shares[-1] * size + offset), size)
+            row[:] = np.diff(cuts, prepend=0)
+            held += row
+        owner = (
+            torch.arange(num_clients)
+            .repeat(len(sizes))
+            .repeat_interleave(torch.from_numpy(counts.ravel()))
+        )
         return _top_up(_group(order, owner, num_clients), least, generator)
 
 

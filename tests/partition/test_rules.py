@@ -166,7 +166,7 @@ def test_a_faulty_rule_is_found_out(made, words):
 
 
 def test_a_rule_reads_like_its_constructor():
-    assert repr(Dirichlet()) == "Dirichlet(alpha=0.5, min_size=1)"
+    assert repr(Dirichlet()) == "Dirichlet(alpha=0.5, min_size=1, balanced=False)"
     assert repr(IID()) == "IID(stratified=False)"
     assert QuantitySkew(2.0, min_size=3).parameters() == {"alpha": 2.0, "min_size": 3}
 
@@ -285,6 +285,13 @@ def test_a_tiny_alpha_gives_a_class_to_one_client_and_not_always_the_same(alpha)
     assert (table.sum(1) > 1000).all()
 
 
+def test_balanced_clients_get_no_class_after_their_share():
+    labels = torch.arange(10).repeat(100)
+    table = counts(Dirichlet(0.1, balanced=True)(labels, 5, rng()), labels)
+    before = [row[: row.nonzero().max()].sum() for row in table]  # without the last class
+    assert max(before) < 200 < table.sum(1).max()
+
+
 @pytest.mark.parametrize("alpha", [1e6, 1e300])
 def test_a_huge_alpha_is_an_equal_split(alpha):
     labels = torch.arange(10).repeat(1000)
@@ -356,13 +363,6 @@ def test_more_clients_than_keys_is_an_error():
     words = r"num_clients must be .*\[1, 2\], got 5: each client needs a key"
     with pytest.raises(FederationError, match=words):
         Natural()(torch.tensor([1, 1, 1, 2, 2]), 5, rng())
-
-
-def test_a_stratified_split_is_random_within_a_class():
-    labels = torch.tensor([0] * 400 + [1] * 400)
-    first = IID(stratified=True)(labels, 2, rng())[0]
-    assert 70 < (first < 200).sum() < 130
-    assert 70 < ((first >= 400) & (first < 600)).sum() < 130
 
 
 def test_what_the_largest_gives_is_random():
