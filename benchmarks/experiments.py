@@ -465,7 +465,7 @@ NIID_METHODS: Arms = {
 }
 NIID_SPLITS: Arms = {
     "IID": (),
-    "Dirichlet(0.5)": split("Dirichlet", alpha=0.5, min_size=10),
+    "Dirichlet(0.5)": split("Dirichlet", alpha=0.5, min_size=10, balanced=True),
     "one class": split("ByLabel", classes_per_client=1),
     "two classes": split("ByRandomLabel", classes_per_client=2),
     "three classes": split("ByRandomLabel", classes_per_client=3),
@@ -475,7 +475,8 @@ NIID_SPLITS: Arms = {
 def niid_bench(data: str) -> Experiment:
     """Return the cells of a data set."""
     net = given("model.init_args.net", "published_parts.LeNet5", channels=3, size=32)
-    shared = (f"--data=published_parts.Tested{data}", *(net,) * (data == "CIFAR10"))
+    color = (net, "--data.init_args.augment=true") * (data == "CIFAR10")
+    shared = (f"--data=published_parts.Plain{data}", *color)
     arms, found = {}, {}
     for method, figures in NIID_BENCH[data].items():
         for (name, options), figure in zip(NIID_SPLITS.items(), figures, strict=True):

@@ -27,12 +27,26 @@ class TestedMNIST(Tested, MNIST):
     """MNIST."""
 
 
-class TestedFashionMNIST(Tested, FashionMNIST):
-    """Fashion-MNIST."""
-
-
 class TestedCIFAR10(Tested, CIFAR10):
     """CIFAR-10."""
+
+
+class PlainMNIST(TestedMNIST):
+    """MNIST with pixels from 0 to 1, not normalized, as in NIID-Bench."""
+
+    mean, std = (0.0,), (1.0,)
+
+
+class PlainFashionMNIST(Tested, FashionMNIST):
+    """Fashion-MNIST with pixels from 0 to 1."""
+
+    mean, std = (0.0,), (1.0,)
+
+
+class PlainCIFAR10(TestedCIFAR10):
+    """CIFAR-10 with pixels from 0 to 1."""
+
+    mean, std = (0.0,) * 3, (1.0,) * 3
 
 
 class LeNet5(nn.Sequential):
