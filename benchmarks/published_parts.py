@@ -79,7 +79,12 @@ class PflCNN(nn.Sequential):
 
 
 class PooledFashionMNIST(FashionMNIST):
-    """All 70,000 samples of Fashion-MNIST, of which each client holds out its own test samples."""
+    """All 70,000 samples of Fashion-MNIST, of which each client holds out its own test samples.
+
+    Pixels are from -1 to 1, as in PFLlib.
+    """
+
+    mean, std = (0.5,), (0.5,)
 
     def load(self, train: bool) -> InMemory:
         """Return the training samples and the test samples as training samples."""
