@@ -56,7 +56,8 @@ BOTH, ALL_SEEDS = "--methods fa fa_rm", "--seeds 1 2 3"
 NET, TERM = "--model.init_args.net.init_args.", "--model.init_args.terms."
 POLICY = "--federation.policy.init_args."
 HALF = f"{start(300)} {NET}width=16 {NET}hidden=512"
-LONG = start(400)
+#: As the runs of table 2 on a GPU.
+LONG = start(200)
 ADAM, AUGMENT = "--model.init_args.optimizer=Adam", "--data.init_args.augment=true"
 #: One client with all samples; a round is an epoch.
 CENTRAL = f"{start(60)} --data.init_args.num_clients=1 {POLICY}num_steps=750 {POLICY}decay=0.95"
