@@ -22,9 +22,9 @@ def named(name: str, rule: object) -> dict[str, Any]:
     """Return the class name and options of a rule as flat values; empty if the rule is None.
 
     Example:
-        >>> from lightning_fl.partition import Dirichlet
-        >>> named("partition", Dirichlet(alpha=0.5))
-        {'partition': 'Dirichlet', 'partition/alpha': 0.5, 'partition/min_size': 1}
+        >>> from lightning_fl.partition import ByLabel
+        >>> named("partition", ByLabel(2))
+        {'partition': 'ByLabel', 'partition/classes_per_client': 2}
     """
     if rule is None:
         return {}

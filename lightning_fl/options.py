@@ -216,7 +216,7 @@ def describe(rule: object) -> str:
     Example:
         >>> from lightning_fl.partition import Dirichlet
         >>> describe(Dirichlet(alpha=0.5))
-        'Dirichlet(alpha=0.5, min_size=1)'
+        'Dirichlet(alpha=0.5, min_size=1, balanced=False)'
     """
     arguments = (f"{name}={value!r}" for name, value in plain_options(rule).items())
     return f"{type(rule).__name__}({', '.join(arguments)})"
@@ -228,7 +228,7 @@ def plain_options(rule: object) -> dict[str, Any]:
     Example:
         >>> from lightning_fl.partition import Dirichlet
         >>> plain_options(Dirichlet(alpha=0.5))
-        {'alpha': 0.5, 'min_size': 1}
+        {'alpha': 0.5, 'min_size': 1, 'balanced': False}
     """
     kept = {name: getattr(rule, name, ...) for name in _arguments(type(rule))}
     plain = (int, float, str, bool, list, tuple, dict, type(None))
