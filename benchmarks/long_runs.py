@@ -56,7 +56,7 @@ BOTH, ALL_SEEDS = "--methods fa fa_rm", "--seeds 1 2 3"
 NET, TERM = "--model.init_args.net.init_args.", "--model.init_args.terms."
 POLICY = "--federation.policy.init_args."
 HALF = f"{start(300)} {NET}width=16 {NET}hidden=512"
-#: As the runs of table 2 on a GPU.
+#: As many rounds as the runs of table 2 on a GPU.
 LONG = start(200)
 ADAM, AUGMENT = "--model.init_args.optimizer=Adam", "--data.init_args.augment=true"
 #: One client with all samples; a round is an epoch.

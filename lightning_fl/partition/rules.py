@@ -225,11 +225,7 @@ class Dirichlet(Partition):
             cuts = np.minimum(np.floor(shares / shares[-1] * size + offset), size)
             row[:] = np.diff(cuts, prepend=0)
             held += row
-        owner = (
-            torch.arange(num_clients)
-            .repeat(len(sizes))
-            .repeat_interleave(torch.from_numpy(counts.ravel()))
-        )
+        owner = torch.from_numpy(np.tile(np.arange(num_clients), len(sizes)).repeat(counts.ravel()))
         return _top_up(_group(order, owner, num_clients), least, generator)
 
 
