@@ -55,7 +55,8 @@ NON_IID = "--tasks cifar10 --splits noniid --participation 1.0 --seeds 1"
 BOTH, ALL_SEEDS = "--methods fa fa_rm", "--seeds 1 2 3"
 NET, TERM = "--model.init_args.net.init_args.", "--model.init_args.terms."
 POLICY = "--federation.policy.init_args."
-HALF = f"{start(300)} {NET}width=16 {NET}hidden=512"
+SMALLER = f"{NET}width=16 {NET}hidden=512"
+HALF = f"{start(300)} {SMALLER}"
 #: As many rounds as the runs of table 2 on a GPU.
 LONG = start(200)
 ADAM, AUGMENT = "--model.init_args.optimizer=Adam", "--data.init_args.augment=true"
@@ -86,6 +87,13 @@ RUNS = (
     ),
     LongRun("cifar10-half-own-adam", f"{NON_IID} --methods fa_rm", HALF, OWN_ADAM),
     LongRun("cifar10-half-augment", f"{NON_IID} {BOTH}", f"{HALF} {AUGMENT}", AUTHOR),
+    # As many steps of a client as 300 rounds of ten, and the same decay.
+    LongRun(
+        "cifar10-half-steps30",
+        f"{NON_IID} {BOTH}",
+        f"{start(100)} {SMALLER} {POLICY}lr=0.05 {POLICY}num_steps=30 {POLICY}decay=0.997",
+        AUTHOR,
+    ),
     LongRun("cifar10-central", f"{NON_IID} --splits iid --methods fa", CENTRAL),
     LongRun(
         "cifar10-iid-augment",
