@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from by_hand import Batches
-from lightning_fl.aggregators import FedNova, Scaffold
+from lightning_fl.aggregators import FedDyn, FedNova, Scaffold
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.phases import phase_ends
 from lightning_fl.optimizers import PFedMe
@@ -21,7 +21,6 @@ from lightning_fl.types import FederationError
 from linear import Linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation and test use the global model")
-HEAD, BODY = ["net.2.weight", "net.2.bias"], ["net.0.weight", "net.0.bias"]
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
 PERSONAL = functools.partial(PFedMe, lr=0.5, personal_lr=0.1, lam=1.0, inner_steps=2)
 FEDREP = [Phase("local", local_epochs=2), Phase("shared")]
@@ -45,9 +44,8 @@ def run(fit, data, blobs):
         ragged = data(blobs(75), num_clients=5, partition=Dirichlet(0.4, min_size=4), batch_size=6)
         trainer = {n: options.pop(n) for n in ("gradient_clip_val", "callbacks") if n in options}
         path, compiled = options.pop("ckpt_path", None), options.pop("compile", False)
-        policy = copy.copy(options.pop("policy", Schedule(local_epochs=4)))
-        policy.phases = Schedule(phases=phases).phases
-        options = {"policy": policy, "seed": 1} | options
+        options = {"policy": Schedule(local_epochs=4), "seed": 1} | copy.deepcopy(options)
+        options["policy"].phases = Schedule(phases=phases).phases
         loop, module = FederatedLoop(**options, local_parameters=local), Net(optimizer)
         user = module if size is None else VectorizedClients(module, size, compile=compiled)
         fit(user, loop, ragged, path, rounds=rounds, **trainer)
@@ -184,15 +182,17 @@ class Shrinks(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("size", [None, 3])
-@pytest.mark.parametrize("optimizer", [SGD, functools.partial(Shrinks, lr=0.1)])
-def test_fedbabu_never_moves_the_head(run, size, optimizer):
-    module, loop, _ = run([Phase("shared")], size, optimizer)
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer": functools.partial(Shrinks, lr=0.1)}, {"aggregator": FedDyn(0.1)}]
+)
+def test_fedbabu_never_moves_the_head(run, size, options):
+    module, loop, _ = run([Phase("shared")], size, **options)
     assert not torch.equal(module.net[0].weight, Net().net[0].weight)
     for client in loop.store.rows:
         for name, value in Net().net[2].state_dict().items():
             assert torch.equal(loop.store.get(client)[f"parameter.net.2.{name}"], value)
     # Without local parameters: the head is exchanged, but never trained and so not sent.
-    other, exchanged, _ = run([Phase(["!net.2.*"])], size, optimizer, local=())
+    other, exchanged, _ = run([Phase(["!net.2.*"])], size, local=(), **options)
     assert torch.equal(other.net[2].weight, Net().net[2].weight)
     torch.testing.assert_close(other.net[0].weight, module.net[0].weight, atol=1e-12, rtol=0)
     assert exchanged.rows[0]["bytes_up"] == loop.rows[0]["bytes_up"] == 5 * 28 * 8
