@@ -40,9 +40,11 @@ class HeteroFL(FedAvg):
     et al., 2022): the units begin at unit :math:`t` in round :math:`t`, cyclically, so that each
     entry is trained.
 
-    Clients train at full width, with the entries outside of :math:`H_k` at 0, where they stay. The
-    traffic is that of :math:`H_k`; arithmetic and memory are those of the whole network. The global
-    model is validated at full width. Rates of 1 are :class:`FedAvg` with uniform weights.
+    Clients train at full width, with the entries outside of :math:`H_k` at 0, where they stay (the
+    noise of :class:`~lightning_fl.objectives.DPSGD` moves them during training). The traffic is
+    that of :math:`H_k`; arithmetic and memory are those of the whole network. The global model is
+    validated at full width; :class:`~lightning_fl.callbacks.PersonalizedEvaluation` evaluates the
+    units of the last round. Rates of 1 are :class:`FedAvg` with uniform weights.
 
     The network is a stack of ``nn.Linear`` and ``nn.Conv1d`` to ``nn.Conv3d``, registered in the
     order in which they run; a check on two samples at the start of a fit refuses others.

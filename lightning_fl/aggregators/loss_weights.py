@@ -38,7 +38,8 @@ class FedControl(Aggregator):
     :math:`i_k = \sum_{q \le t} \lambda^{t - q} \ell_k^q` runs over all rounds of the client. Sums
     over clients run over the clients of the round, so the weights sum to 1. In the first round of a
     client, the loss of its initial model takes the place of :math:`\ell_k^{t'}`. With
-    :math:`\lambda = 0` the integral is the current loss.
+    :math:`\lambda = 0` the integral is the current loss. Losses below 1e-8, also negative ones,
+    count as 1e-8.
 
     Args:
         alpha: Weight :math:`\alpha` of the dataset size.

@@ -138,6 +138,12 @@ class _PartOfStage(ClientPart):
         if self._is_active(client):
             self._part.start(client, memory, broadcast)
 
+    def personal_models(
+        self, federation: Federation, received: Tensor, memory: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        is_next = self._rule.stage == self._stage
+        return self._part.personal_models(federation, received, memory) if is_next else None
+
     def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._part.end(client, memory) if self._is_active(client) else {}
 

@@ -273,7 +273,14 @@ def check_evaluations(trainer: Trainer, module: nn.Module) -> None:
 
 
 def check_terms(module: nn.Module, federation: Federation) -> None:
-    """Check that the terms of the loss fit the run."""
+    """Check that the terms of the loss fit the run, and its precision what sums over samples."""
+    is_half = federation.known_layout.dtype.itemsize < 4
+    for each in (module, *terms_of(module)):
+        if is_half and getattr(each, "sums_samples", False):
+            raise FederationError(
+                f"{type(each).__name__} sums over samples, which half precision rounds: set"
+                " precision='bf16-mixed' or '32-true'"
+            )
     for term in terms_of(module):
         term.check(federation)
 

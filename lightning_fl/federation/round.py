@@ -454,7 +454,7 @@ class Round:
         self.logs.put_back(trainer, self.plan if fit.processes.share_clients else None)
         fit.aggregator.check_metrics({f"federation/{name}" for name in COLUMNS - {"lr"}})
         progress.val_loss = fit.validation.loss(progress.table) if self.is_validated else None
-        if policy.learns:
+        if policy.learns and not self.plan.is_empty:
             # Modules may log without synchronizing, but policies must agree on all processes.
             fresh = trainer.strategy.broadcast(progress.table.fresh(trainer.callback_metrics))
             policy.update(feedback(self, before, progress.val_loss, fresh))

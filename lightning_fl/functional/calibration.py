@@ -43,9 +43,9 @@ def balanced_logits(logits: Tensor, counts: Tensor, gamma: float | Tensor) -> Te
         >>> balanced_logits(torch.zeros(3), torch.tensor([3.0, 1.0, 0.0]), 1.0).softmax(0)
         tensor([0.7500, 0.2500, 0.0000])
     """
-    prior = counts.to(logits) ** gamma
-    present = prior > 0
-    shifted = logits + prior.where(present, 1).log()
+    counts = counts.to(logits)
+    shifted = logits + gamma * counts.where(counts > 0, 1).log()
+    present = (counts > 0) | (gamma == 0)
     return torch.where(present, shifted, torch.finfo(logits.dtype).min)
 
 

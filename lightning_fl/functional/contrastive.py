@@ -33,7 +33,8 @@ def model_contrastive_loss(
         (tensor([0.6931]), tensor([0.0181]))
     """
     # The difference of the cosines; equal partners give exactly 0, and so does its gradient.
-    direction = F.normalize(z_previous, dim=1) - F.normalize(z_global, dim=1)
-    difference = (F.normalize(z, dim=1) * direction).sum(1)
+    wide = torch.promote_types(z.dtype, torch.float32)  # in float16, eps of normalize is 0
+    unit, new, old = (F.normalize(each.to(wide), dim=1) for each in (z, z_global, z_previous))
+    difference = (unit * (old - new)).sum(1)
     # Unlike softplus, logaddexp does not switch to a linear approximation.
     return torch.logaddexp(torch.zeros_like(difference), difference / temperature)

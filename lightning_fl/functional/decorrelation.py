@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -25,14 +26,14 @@ def correlation_penalty(features: Tensor, eps: float = 1e-8) -> Tensor:
         The penalty, a scalar; 0 for one sample or one feature.
 
     Example:
-        >>> import torch
         >>> correlation_penalty(torch.tensor([[1.0, 2.0], [3.0, 6.0], [5.0, 10.0]]))
         tensor(1.3333)
     """
     size, d = features.shape
     if size == 1 or d == 1:
         return 0 * features.sum()
-    centered = features - features.mean(0)
+    wide = torch.promote_types(features.dtype, torch.float32)  # in float16, eps is 0
+    centered = (features - features.mean(0)).to(wide)
     u = centered / (centered.square().sum(0) / (size - 1) + eps).sqrt()
     squares = (u.T @ u).square()
     return (squares.sum() - squares.diagonal().sum()) / (size * d * (d - 1))

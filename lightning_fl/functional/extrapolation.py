@@ -21,4 +21,4 @@ def extrapolation(mean_square: Tensor, square_of_mean: Tensor, eps: float) -> Te
         >>> extrapolation(torch.tensor(8.0), torch.tensor(1.0), 0.0)
         tensor(4.)
     """
-    return (mean_square / (2 * (square_of_mean + eps)).clamp(min=1e-300)).clamp(min=1)
+    return (mean_square / (2 * (square_of_mean + eps)).clamp(min=1e-37)).clamp(min=1)

@@ -53,6 +53,8 @@ class RandomStream(IntEnum):
 def derive_seed(seed: int, *key: int) -> int:
     """Return a 63-bit seed derived from a seed and a key (``numpy.random.SeedSequence``).
 
+    Keys that differ in zeros at the end have equal seeds.
+
     Args:
         seed: Seed of the run.
         key: Non-negative integers: a :class:`RandomStream`, then usually round and client.

@@ -66,7 +66,7 @@ def unpool(x: Tensor, index: Tensor, size: Sequence[int]) -> Tensor:
 def pad_to(x: Tensor, size: Sequence[int]) -> Tensor:
     """Pad maps with zeros or crop them to a size, equally on both sides.
 
-    An odd difference is applied at the end.
+    Of an odd difference, the larger half is padded at the end, or cropped at the start.
 
     Args:
         x: Maps, ``[batch, channels, ...]``.

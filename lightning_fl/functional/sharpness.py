@@ -34,6 +34,8 @@ def ascent(
         name: torch.ones_like(p) if offset is None or p.ndim < 2 else p.abs() + offset
         for name, p in params.items()
     }
-    norm = sum((scale[name] * g).square().sum() for name, g in gradient.items()) ** 0.5
+    # In float16, squares of small numbers are 0, and of large ones infinite.
+    wide = {n: g.to(torch.promote_types(g.dtype, torch.float32)) for n, g in gradient.items()}
+    norm = sum((scale[name] * g).square().sum() for name, g in wide.items()) ** 0.5
     factor = rho / torch.where(norm > 0, norm, 1)
     return {name: factor * scale[name] ** 2 * g for name, g in gradient.items()}

@@ -60,7 +60,7 @@ class DPSGD(TwoPassModule):
         FederationError: If an option is out of range; at the start of a fit, if Opacus is not
             installed, the network has BatchNorm, batches are not all samples of a client, processes
             share the samples of a client, the aggregator adds work to local training, or the policy
-            learns from losses of clients.
+            learns from losses of clients; if parameters have half precision.
 
     Example:
         >>> module = DPSGD(nn.Linear(4, 3), noise_multiplier=1.0, batch_size=2)
@@ -69,6 +69,8 @@ class DPSGD(TwoPassModule):
     """
 
     needs_whole_batches = True
+    #: Whether half precision rounds a sum over samples; refused.
+    sums_samples = True
 
     def __init__(
         self,

@@ -51,7 +51,8 @@ class FedEM(ClientModule):
 
     Raises:
         FederationError: If there is no component, the network has buffers (BatchNorm), or its
-            parameters cannot be initialized again.
+            parameters cannot be initialized again; at the start of a fit, if they have half
+            precision.
 
     Example:
         >>> module = FedEM(nn.Linear(4, 3), components=2)
@@ -59,6 +60,9 @@ class FedEM(ClientModule):
         >>> torch.allclose(probabilities.sum(1), torch.ones(5))
         True
     """
+
+    #: Whether half precision rounds a sum over samples; refused.
+    sums_samples = True
 
     def __init__(
         self,

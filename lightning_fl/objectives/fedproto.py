@@ -32,9 +32,10 @@ class FedProto(Term):
     :math:`c_{ky}` are the means of :math:`f` by class over the local steps of client :math:`k` in
     the round, in training mode. :math:`a_k` is the weight of a client in the aggregation rule; the
     authors have 1, ``FedAvg("uniform")``. :math:`b_{ky}` is 1 if the client has the class, else 0,
-    or its number of samples. A class without a client in a round has no prototype in the next one,
-    and its samples add 0; so there is no term in the first round. Equation 6 of the paper divides
-    by the number of clients once more, which would shrink the prototypes; here it does not.
+    or the number of its samples in these local steps. A class without a client in a round has no
+    prototype in the next one, and its samples add 0; so there is no term in the first round.
+    Equation 6 of the paper divides by the number of clients once more, which would shrink the
+    prototypes; here it does not.
 
     Clients exchange :math:`b_{ky} c_{ky}` and :math:`b_{ky}`. Keep the network on the clients
     with ``local_parameters=["net.*"]`` of the loop; otherwise the rule averages networks as well.
@@ -49,7 +50,7 @@ class FedProto(Term):
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the labels of the
             data are not classes, or the network cannot be traced or does not end with a linear
-            layer.
+            layer, or has half precision.
 
     Example:
         >>> from lightning_fl import ClientModule
@@ -61,6 +62,7 @@ class FedProto(Term):
     wants_global_trace = False
     points = LAST_INPUT
     stays_local = True
+    sums_samples = True
     exchanged = ("weighted", "weights")
     hyperparameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {"strength": {"min": 0}}
     #: Prototypes that the client received, and whether a class has one.
@@ -98,12 +100,14 @@ class FedProto(Term):
 
     def check(self, federation: Federation) -> None:
         """Refuse what does not exchange means of the prototypes of all samples."""
-        rule = type(federation.aggregator).__name__
-        if rule != "FedAvg" or federation.update_transforms:
-            wrong = "update transforms" if rule == "FedAvg" else rule
+        rule, name = federation.aggregator, type(federation.aggregator).__name__
+        wrong = [name] * (name != "FedAvg")
+        wrong += ["normalization='all'"] * (getattr(rule, "normalization", None) == "all")
+        wrong += ["an update transform"] * bool(federation.update_transforms)
+        if wrong:
             raise FederationError(
-                f"FedProto exchanges weighted means and their weights, which {wrong} would change"
-                " each in its own way: use the rule FedAvg without update transforms"
+                f"FedProto exchanges weighted means and their weights, and {wrong[0]} would change"
+                " them or their scale: use FedAvg(normalization='round') without update transforms"
             )
         if federation.shares_samples:
             raise FederationError(
@@ -144,6 +148,6 @@ class FedProto(Term):
         features = client_model.trace.activations[-2].flatten(1)
         indicators = class_indicators(batch[1], len(self.seen), features)
         self.sums.add_(indicators.mT @ features.detach())
-        self.seen.add_(indicators.sum(0))
+        self.seen.add_(indicators.sum(0, dtype=self.seen.dtype))
         distances = prototype_distances(features, indicators, self.prototypes, self.known)
         return self.strength * client_model.module.mean_of(distances)

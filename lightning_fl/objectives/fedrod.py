@@ -71,10 +71,11 @@ class FedRoD(CalibratedLoss):
         super().prepare(module)
         self._layer = str(Recorder(module.net, LAST_INPUT).last_layer)
         layer = module.net.get_submodule(self._layer)
-        if not all(param.requires_grad for param in layer.parameters()):
+        every = [id(param) for _, param in module.net.named_parameters(remove_duplicate=False)]
+        if any(not p.requires_grad or every.count(id(p)) > 1 for p in layer.parameters()):
             raise FederationError(
-                f"FedRoD adds a personal head to the last layer, {self._layer}, which is frozen:"
-                " train it, or remove the term"
+                f"FedRoD adds a personal head to the last layer, {self._layer}, which is frozen or"
+                " shares a parameter: train it with parameters of its own, or remove the term"
             )
         zeros = {name: torch.zeros_like(param) for name, param in layer.named_parameters()}
         self.head = nn.ParameterDict(zeros)

@@ -86,6 +86,8 @@ class Term(nn.Module, ABC):
     #: True if the parameters of the term are a second network that must not change the training of
     #: the client model. Gradient clipping by norm is refused, because it would couple the two.
     is_independent = False
+    #: True if half precision would round a sum over samples; it is refused.
+    sums_samples = False
     #: Names of the modules with outputs to record. None records every point-wise non-linearity.
     points: Sequence[str] | None = None
     #: Attributes with a number that a policy may set for each round and client, with the allowed

@@ -134,7 +134,7 @@ class HyperparameterPolicy(nn.Module, ABC):
         return int(local_steps(values, batches_per_epoch).max())
 
     def update(self, feedback: Feedback) -> None:  # most policies do not learn
-        """Learn from a completed round.
+        """Learn from a completed round in which clients trained.
 
         Args:
             feedback: Plan and outcome of the round.

@@ -43,8 +43,9 @@ class PersonalizedPolicyGradient(ChoicePolicy):
     share the reward :math:`R`, a validation metric to maximize:
     :math:`\alpha_i \leftarrow \alpha_i + \eta\, (R - \bar R) \nabla \log p(Z_i)`.
 
-    A client whose update was dropped as non-finite or too late gets the worst signal of its round,
-    and with ``normalize`` at least three root mean squares. Clients that were dropped for another
+    A client whose update was dropped as non-finite or too late gets the signal of its round that
+    is largest in magnitude, as a rise of the loss, and with ``normalize`` at least three root mean
+    squares. Clients that were dropped for another
     cause learn nothing from the round.
 
     The method is that of the notes "Policy Gradient based Approach", with several differences:
@@ -164,8 +165,6 @@ class PersonalizedPolicyGradient(ChoicePolicy):
 
     def update(self, feedback: Feedback) -> None:
         """Learn from the effect of the sampled clients on the loss."""
-        if feedback.plan.is_empty:
-            return  # its placeholder client was not sampled, so its update was not dropped
         clients = feedback.plan.clients.cpu()
         rows = self._rows(clients)
         signal = self._signal(feedback, rows)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import written_plainly
-from lightning_fl.aggregators import FedALA
+from lightning_fl.aggregators import FedALA, FedAvg, Staged
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import Cohort
@@ -59,6 +59,7 @@ def plainly(loop, data, first, eta, passes, lost):
 @pytest.mark.parametrize("lost", [(), (2,)])
 def test_rounds_are_the_algorithm_with_partial_participation(fit, tensors, first, lost):
     rule, rows = FedALA(tensors, lr=ETA, first_passes=3), data()
+    rule = Staged([9], [rule, FedAvg()]) if lost else rule
     loop = Noted(rule, Schedule(num_steps=3), seed=1, clients_per_round=3)
     scores = PersonalizedEvaluation(steps=0)
     made = module()

@@ -151,7 +151,12 @@ def test_a_round_that_samples_nobody_makes_no_scheduler_step(scheduled, fit, dat
 @pytest.mark.filterwarnings("ignore:round 2. 0 of 0 clients", "ignore:the global model was kept")
 @pytest.mark.parametrize("group_size", [None, 2])
 def test_a_round_that_samples_nobody_has_no_training_metrics(fit, data, group_size):
-    """Those of its placeholder client are of nobody."""
+    """Those of its placeholder client are of nobody, and the policy does not learn from it."""
+    learned = []
+
+    class Learning(Schedule):
+        def update(self, feedback):
+            learned.append(feedback.plan.round)
 
     class Logging(ClientModule):
         def on_train_epoch_start(self):
@@ -165,8 +170,9 @@ def test_a_round_that_samples_nobody_has_no_training_metrics(fit, data, group_si
             return loss
 
     module = Logging(nn.Linear(6, 3)).double()
-    loop = FederatedLoop(sampler=Some(0, 2), clients_per_round=2, seed=0)
+    loop = FederatedLoop(sampler=Some(0, 2), policy=Learning(), clients_per_round=2, seed=0)
     fit(module, loop, data(), rounds=3, group_size=group_size)
+    assert learned == [0, 2]
     names = {"train_loss", "mean", "mean_step", "mean_epoch", "largest", "started"}
     assert [names & row.keys() for row in loop.rows] == [names, {"started"}, names]
 

@@ -13,9 +13,10 @@ from by_hand import Batches
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.objectives import ModelView, Proximal, Term
+from lightning_fl.objectives import DPSGD, FedEM, FedProto, ModelView, Proximal, Term
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
 
 
 @pytest.fixture
@@ -241,6 +242,12 @@ def test_a_step_that_leaves_out_the_terms_is_said(fit, kind):
     said = [str(each.message) for each in found if "did not use the terms" in str(each.message)]
     assert len(said) == (kind is Instead)
     assert all("Instead.training_step" in text and "Proximal" in text for text in said)
+
+
+@pytest.mark.parametrize("made", [lambda net: ClientModule(net, [FedProto()]), FedEM, DPSGD])
+def test_what_sums_over_samples_refuses_half_precision(fit, made):
+    with pytest.raises(FederationError, match="sums over samples, which half precision rounds"):
+        fit(made(nn.Sequential(nn.Linear(6, 3))), rounds=1, precision="bf16-true")
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])

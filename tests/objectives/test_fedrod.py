@@ -78,10 +78,12 @@ def test_the_personal_model_is_the_network_with_the_sum_of_both_heads(run):
 
 
 def test_what_it_cannot_train_is_refused(run):
-    frozen = module(FedRoD())
+    frozen, tied = module(FedRoD()), module(FedRoD())
     frozen.net[3].requires_grad_(False)
-    with pytest.raises(FederationError, match="last layer, 3, which is frozen"):
-        run(frozen)
+    tied.net.again = tied.net[3].weight
+    for user in (frozen, tied):
+        with pytest.raises(FederationError, match="last layer, 3, which is frozen or shares a par"):
+            run(user)
 
 
 def test_clients_are_fine_tuned_with_their_own_class_counts(fit, data):

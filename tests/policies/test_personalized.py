@@ -15,7 +15,6 @@ from lightning_fl.callbacks import FederatedLoop, RunReport
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.round import Round
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
-from lightning_fl.samplers import PoissonSampler
 from lightning_fl.types import FederationError
 from written_plainly import Lost
 
@@ -91,23 +90,6 @@ def test_a_setting_that_spoils_an_update_counts_as_the_worst(normalize, cause):
     worst = 0.0 if cause == "dropped_out" else 3.0 if normalize else 0.3
     expected = -0.5 * worst * (F.one_hot(chosen[1], 2) - 0.5).double()
     torch.testing.assert_close(policy.logits[1], expected, atol=1e-7, rtol=0)
-    assert not policy.means.any()
-
-
-@pytest.mark.filterwarnings("ignore:round 1. 0 of 0 clients", "ignore:the global model was kept")
-@pytest.mark.parametrize("method", ["contribution", "reward"])
-def test_a_round_that_samples_nobody_teaches_nothing(fit, data, method):
-    """Its placeholder client has weight 0, as a client whose update was dropped."""
-
-    class Nobody(PoissonSampler):
-        def sample(self, round, count, num_samples, generator):
-            return torch.empty(0, dtype=torch.int64)
-
-    policy = PersonalizedPolicyGradient(TWO, method, seed=0)
-    module = ClientModule(nn.Linear(6, 3)).double()
-    loop = FederatedLoop(policy=policy, seed=0, sampler=Nobody(), clients_per_round=1)
-    fit(module, loop, data())
-    assert not policy.logits.any()
     assert not policy.means.any()
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from histories import by_round
 from lightning_fl.callbacks.client_history import ClientHistory
@@ -405,15 +404,6 @@ def test_seeds_and_clients_are_names_and_what_nobody_logged_has_no_column(folder
     assert clients(runs[0]).tables[-1].rows[-1][0] == "1234"
 
 
-def test_many_columns_do_not_flood_the_page(folder):
-    names = [f"figure{i}" for i in range(200)]
-    rows = [",".join([str(r), *(str(r * i) for i in range(200))]) for r in (1, 2)]
-    path = folder(rounds__csv="\n".join([",".join(["round", *names]), *rows]))
-    page = about_run(read_run(path))
-    (section,) = (s for s in page.sections if s.title.startswith("Hyper"))
-    assert "Not drawn: figure13, figure14" in " ".join(section.text)
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_no_runs_and_a_place_that_cannot_be_written_to_are_errors(folder, tmp_path):
     with pytest.raises(FederationError, match="no run to report"):
@@ -423,17 +413,6 @@ def test_no_runs_and_a_place_that_cannot_be_written_to_are_errors(folder, tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(FederationError, match="could not be written"):
         report(folder(), tmp_path / "file" / "report.html")
-
-
-def test_callbacks_are_named(folder):
-    callbacks = [
-        {"class_path": "lightning_fl.callbacks.ClientFaults", "init_args": {"dropout": 0.2}},
-        {"class_path": "yours.Watch", "init_args": {"every": 3, "path": None}},
-        {"class_path": "lightning_fl.callbacks.LabelFlip", "init_args": {"clients": 0.2}},
-    ]
-    config = yaml.safe_dump({"trainer": {"callbacks": callbacks, "callbacks_dir": "x"}})
-    page = about_run(read_run(folder(config__yaml=config)))
-    assert page.lead[0].endswith(" · ClientFaults · Watch · LabelFlip")
 
 
 def test_privacy_and_backdoors_are_key_figures(folder):
