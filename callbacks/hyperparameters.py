@@ -55,13 +55,9 @@ def describe_run(fit: Fit) -> dict[str, Any]:
         **named("partition", data.partition),
         **named("aggregator", fit.aggregator),
         **policy,
-        "clients_per_round": options.clients_per_round,
-        "client_fraction": options.client_fraction,
         **named("sampler", options.sampler),
         "update_transforms": ", ".join(map(describe, options.update_transforms)),
-        "min_clients": fit.federation.min_clients,
-        "optimizer_state": options.optimizer_state,
-        "buffers": options.buffer_policy,
+        **options.plain,
     }
     taken = {*user.hparams, *data.hparams}
     return {f"federation/{k}" if k in taken else k: value for k, value in values.items()}

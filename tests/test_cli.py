@@ -195,8 +195,11 @@ def test_the_other_commands_read_the_last_checkpoint(cli):
     assert "test_acc" in cli("test", "--config", DIGITS)
     out = cli("validate", "--config", DIGITS, "--ckpt_path=null")  # not random parameters
     assert str(float(rounds(RUN)[-1]["val_acc"]))[:8] in out
-    Path("elsewhere").mkdir()
-    (RUN / "last.ckpt").rename("elsewhere/x.ckpt")
+    for folder in (RUN / "best", Path("elsewhere")):
+        folder.mkdir()
+        shutil.copy(RUN / "last.ckpt", folder / "x.ckpt")
+    cli("test", "--config", DIGITS, "--ckpt_path", RUN / "best" / "x.ckpt")
+    assert json.loads((RUN / "test.json").read_text())["checkpoint"] == "x.ckpt"
     config = (RUN / "config.yaml").read_bytes()
     out = cli("predict", "--config", DIGITS, "--ckpt_path=elsewhere/x.ckpt")
     assert (RUN / "config.yaml").read_bytes() == config

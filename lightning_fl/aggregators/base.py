@@ -25,6 +25,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.functional.summation import VectorSum
 from lightning_fl.functional.tables import make_place
+from lightning_fl.options import check_that
 
 
 class Aggregator(Metric, ABC):
@@ -211,7 +212,8 @@ class Aggregator(Metric, ABC):
         if returned < min_clients:
             self.on_round_skipped()
             return None
-        return self.compute()
+        model = self.compute()
+        return check_that(f"{type(self).__name__}.compute()", model, model is not None, "a tensor")
 
     def add_sum(self, name: str, length: int) -> None:
         """Declare a sum over clients that is independent of their order and of the processes.

@@ -74,7 +74,7 @@ class FedDyn(Aggregator):
         (tensor([ 1.2500, -2.5000]), [-0.125, 0.25])
     """
 
-    needs = ("automatic", "constant_sizes")
+    needs = ("constant_sizes",)
     needs_trained_mask = True
     h: Tensor
     total: VectorSum

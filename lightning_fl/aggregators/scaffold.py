@@ -94,8 +94,7 @@ class Scaffold(FedAvg):
         super().__init__(weighting)
         self.option = check_choice("option", option, "I", "II")
         self.lr = check_number("lr", lr, above=0)
-        of_option = ("automatic", "losses") if option == "I" else ("sgd",)
-        self.needs = (*of_option, "constant_sizes")
+        self.needs = ("losses" if option == "I" else "sgd", "constant_sizes")
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients correct their gradients."""
@@ -163,12 +162,12 @@ class ControlVariate(ClientPart):
         self._server = broadcast["control"]
         correction = self._server - memory["control"]
         later = correction
+        client.add_to_gradients(lambda params, gradients: next(terms))
         if self.option == "I":
             self._gradients = client.mean_gradients()
         elif momentum := check_sgd(Scaffold.__name__, client.federation):
             later = (1 - momentum) * correction
         terms = chain([layout.split(correction)], repeat(layout.split(later)))
-        client.add_to_gradients(lambda params, gradients: next(terms))
 
     def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
         """Replace the client's control variate; send the change."""

@@ -203,7 +203,7 @@ class FederatedCLI(LightningCLI):
                 raise FederationError(
                     f"checkpoint {given} is not a file: set --ckpt_path to a file or last"
                 )
-            self.run_folder = path.parent if path.parent in runs else self.run_folder
+            self.run_folder = next((p for p in path.parents if p in runs), self.run_folder)
 
     def _run_of_config(self, config: Any) -> Path | None:
         """Return the folder of a run if its own ``config.yaml`` is a config of the command."""
@@ -300,7 +300,7 @@ class FederatedCLI(LightningCLI):
             )
 
     def test(self, **kwargs: Any) -> None:
-        """Test and write the metrics to ``test.json`` beside the checkpoint.
+        """Test and write the metrics to ``test.json`` in the folder of the run.
 
         The file also contains the name and the round of the checkpoint, and the options that differ
         from the fit.
@@ -308,8 +308,8 @@ class FederatedCLI(LightningCLI):
         metrics = self.trainer.test(**kwargs)
         if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
-        used = Path(kwargs["ckpt_path"])
-        folder = used.absolute().parent
+        used = Path(kwargs["ckpt_path"]).absolute()
+        folder = next((p for p in used.parents if (p / TABLE).is_file()), used.parent)
         if differing := changes_of_test(folder, self._config_text()):
             changes = "; ".join(f"{k} is {t!r}, was {f!r}" for k, (f, t) in differing.items())
             rank_zero_warn(f"options of the test differ from the fit: {changes:.1000}")

@@ -172,6 +172,8 @@ class RunState:
         states = checkpoint.get("callbacks", {})
         _check_paths(trainer, states)
         if trainer.state.fn != TrainerFn.FITTING:
+            if self.progress.round:  # the loop keeps the rounds that it has made
+                states.pop(key, None)
             return False
         if (state := states.get(key)) is None:
             raise FederationError(NOT_OF_A_FEDERATION)

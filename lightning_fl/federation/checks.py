@@ -72,8 +72,8 @@ def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> Fe
     if not isinstance(data, FederatedData):
         raise FederationError(
             "FederatedLoop needs a data module that assigns samples to clients, got"
-            f" {type(data).__name__}: call"
-            " Trainer.fit(module, datamodule=FederatedDataModule(train, val, test, ...))"
+            f" {type(data).__name__}: call Trainer.fit(module, datamodule=...) with"
+            " FederatedDataModule(train, ...) or FederatedDataModule.from_datamodule(data, ...)"
         )
     return data
 

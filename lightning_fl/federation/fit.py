@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from contextlib import ExitStack
 from dataclasses import replace
@@ -407,6 +406,7 @@ class Fit:
         Called once, when the first round of the fit begins.
         """
         self.has_begun, runner = True, self.runner
+        device = self.module.device.type
         runner.tensors.adopt()
         tensors = (*runner.named_parameters.values(), *runner.named_buffers.values())
         self.processes.same_start(tensors)
@@ -415,21 +415,15 @@ class Fit:
         if isinstance(self.module, VectorizedClients):
             if self.module.runner is not None:
                 self._decide(self.module)
-        elif runner.trains_here and self.trainer.world_size == 1:
-            _hint_at_cores(self.module.device.type)
+        elif runner.trains_here and (self.trainer.world_size, device) == (1, "cpu"):
+            rank_zero_info(
+                "Clients train one after another in one process. To use more cores, set devices and"
+                " strategy='client_parallel' of the Trainer, or vectorize clients"
+                " (VectorizedClients(module); in a command, --vectorize=auto)"
+            )
 
     def follow(self) -> None:
         """Take over what hooks have written to buffers of the module since the last round."""
         self.runner.tensors.adopt()
         buffers = self.runner.named_buffers.items()
         self.processes.same_start([b for n, b in buffers if n not in self.runner.private])
-
-
-def _hint_at_cores(device: str) -> None:
-    """Say how clients that train one after another on a CPU could use more of its cores."""
-    if device == "cpu" and (cores := os.cpu_count() or 1) > 1:
-        rank_zero_info(
-            f"Clients train one after another in one process. To use {cores} cores, set"
-            f" devices={cores} and strategy='client_parallel' of the Trainer, or vectorize clients"
-            " (--vectorize=auto)"
-        )

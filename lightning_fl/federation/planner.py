@@ -46,7 +46,7 @@ def draw_clients(
         FederationError: If the sampler returns duplicate or unknown clients.
     """
     n, random = len(num_samples), generator(seed, RandomStream.COHORT, round)
-    clients = sampler.sample(round, size, num_samples, random).sort().values
+    clients = torch.as_tensor(sampler.sample(round, size, num_samples, random)).sort().values
     if len(clients.unique()) != len(clients) or not ((clients >= 0) & (clients < n)).all():
         raise FederationError(
             f"{type(sampler).__name__} must return distinct clients from 0 to {n - 1},"

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.contracts.phases import Phase
-from lightning_fl.options import check_choice, check_exclusive, check_integer, check_number
+from lightning_fl.options import (
+    check_choice,
+    check_exclusive,
+    check_integer,
+    check_number,
+    check_that,
+)
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.transforms import UpdateTransform
+
+RULES = {"aggregator": Aggregator, "policy": HyperparameterPolicy, "sampler": ClientSampler}
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,18 @@ class RunOptions:
         check_integer("min_clients", self.min_clients, min=1)
         check_choice("optimizer_state", self.optimizer_state, "reset", "keep", "local")
         check_choice("buffers", self.buffer_policy, "average", "server", "local")
+        given = [(name, vars(self)[name], kind) for name, kind in RULES.items()]
+        given += [("each of update_transforms", t, UpdateTransform) for t in self.update_transforms]
+        for name, value, kind in given:
+            check_that(name, value, isinstance(value, kind), f"an instance of {kind.__name__}")
+        names = self.local_parameters
+        check_that("local_parameters", names, not isinstance(names, str), "a list of patterns")
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Options that are no rules, by name."""
+        values = vars(self) | {"buffers": self.buffer_policy}
+        return {n: v for n, v in values.items() if n not in (*RULES, "update_transforms")}
 
     @property
     def phases(self) -> Sequence[Phase]:

@@ -25,7 +25,7 @@ Curves = dict[int, np.ndarray[Any, Any]]
 #: Descriptions of the kinds of :class:`PersonalizedEvaluation`.
 MEANINGS = {
     "global": "the global model without local tensors of the client",
-    "server": "the global model",
+    "server": "the global model with the local tensors of the client",
     "personal": "the global model after local fine-tuning",
     "kept": "the personal model of the method",
     "local": "a model trained by the client alone",

@@ -190,6 +190,8 @@ def setting(run: Run) -> Iterator[str]:
     for part in ("aggregator", "policy"):
         if rule := environment.get(part):
             yield rule.partition("(")[0]
+    if local := environment.get("local_parameters"):
+        yield f"{listed(local, 3)} local"
     yield from (config[key] for key in config if re.fullmatch(r"trainer\.callbacks\.\d+", key))
 
 

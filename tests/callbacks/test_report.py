@@ -58,8 +58,10 @@ ALL = sorted([*AT_START, "participation.csv", BY_ROUND, "rounds.csv", "rounds.pn
 def test_a_run_leaves_these_files_however_many_clients(
     train, data, tmp_path, num_clients, pictures
 ):
-    train(RunReport(), datamodule=data(num_clients=num_clients))
+    loop = FederatedLoop(optimizer_state="keep")
+    train(RunReport(), loop=loop, datamodule=data(num_clients=num_clients))
     assert names(tmp_path) == ALL
+    assert environment(tmp_path)["optimizer_state"] == "keep"
     for name in ("partition.png", "rounds.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
 
