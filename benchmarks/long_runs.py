@@ -87,11 +87,11 @@ RUNS = (
     ),
     LongRun("cifar10-half-own-adam", f"{NON_IID} --methods fa_rm", HALF, OWN_ADAM),
     LongRun("cifar10-half-augment", f"{NON_IID} {BOTH}", f"{HALF} {AUGMENT}", AUTHOR),
-    # As many steps of a client as 300 rounds of ten, and the same decay.
+    # As many steps of a client as 180 rounds of ten, and the same decay.
     LongRun(
         "cifar10-half-steps30",
         f"{NON_IID} {BOTH}",
-        f"{start(100)} {SMALLER} {POLICY}lr=0.05 {POLICY}num_steps=30 {POLICY}decay=0.997",
+        f"{start(60)} {SMALLER} {POLICY}lr=0.05 {POLICY}num_steps=30 {POLICY}decay=0.997",
         AUTHOR,
     ),
     LongRun("cifar10-central", f"{NON_IID} --splits iid --methods fa", CENTRAL),
