@@ -162,6 +162,7 @@ class ControlVariate(ClientPart):
         self._server = broadcast["control"]
         correction = self._server - memory["control"]
         later = correction
+        # First, since it refuses a module that optimizes manually.
         client.add_to_gradients(lambda params, gradients: next(terms))
         if self.option == "I":
             self._gradients = client.mean_gradients()

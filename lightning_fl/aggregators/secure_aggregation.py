@@ -38,8 +38,8 @@ class SecureAggregation(Aggregator):
     for at most :math:`M` clients in a round: all clients, if their number is drawn.
 
     The sum does not depend on the order of the clients or on the number of processes, and cannot
-    wrap around. Sums of single numbers, such as numbers of samples, are exact,
-    unless the model has a single parameter.
+    wrap around. Sums of single numbers, such as numbers of samples, are exact, unless the model has
+    a single parameter.
 
     The table of rounds has the bits per value (``secure_bits``), the share of clipped entries
     (``secure_clipped``), and the norm of the errors of rounding relative to that of what was

@@ -45,8 +45,7 @@ class PersonalizedPolicyGradient(ChoicePolicy):
 
     A client whose update was dropped as non-finite or too late gets the signal of its round that
     is largest in magnitude, as a rise of the loss, and with ``normalize`` at least three root mean
-    squares. Clients that were dropped for another
-    cause learn nothing from the round.
+    squares. Clients that were dropped for another cause learn nothing from the round.
 
     The method is that of the notes "Policy Gradient based Approach", with several differences:
 
