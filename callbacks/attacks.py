@@ -157,13 +157,15 @@ def changed(data: Any, index: Tensor, change: Change) -> Dataset[Any]:
         return Changed(data, index, change)
     x, *rest, y = data.tensors
     new_x, new_y = change(x[index], y[index])
-    return TensorDataset(x.index_copy(0, index, new_x), *rest, y.index_copy(0, index, new_y))
+    x, y = x.index_copy(0, index, new_x), y.to(new_y).index_copy(0, index, new_y)
+    return TensorDataset(x, *rest, y)
 
 
 class DataAttack(Attack):
     """Base class of attacks by clients that change their training samples during a fit.
 
-    Samples are tuples; the first entry is the input, the last one the class label.
+    Samples are tuples; the first entry is the input, the last one the class label. The option
+    ``labels`` of the data module, if given, repeats these labels.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -173,7 +175,8 @@ class DataAttack(Attack):
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         labels: Tensor | None = getattr(data, "class_labels", None)
-        if labels is None or labels.is_floating_point() or labels.ndim != 1:
+        is_class = labels is not None and not labels.is_floating_point() and labels.ndim == 1
+        if labels is None or not is_class or int(labels.min()) < 0:
             raise FederationError(
                 f"{type(self).__name__} changes class labels: use a FederatedDataModule with one"
                 " integer class label per sample"
@@ -363,4 +366,5 @@ class Backdoor(DataAttack):
 
     def _asked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Add the trigger; label samples of the target class with -1, which is not counted."""
-        return self._with_trigger(x), torch.full_like(y, self.target).where(y != self.target, -1)
+        labels = torch.full_like(y, self.target, dtype=torch.int64)
+        return self._with_trigger(x), labels.where(y != self.target, -1)

@@ -193,9 +193,9 @@ class ClientFaults(OnUpdates):
     def _fault(self, plan: RoundPlan, client: int) -> str | None:
         """Return the fault of a client in a round, including ``late``; None without a fault."""
         fault = self.fault_of(plan.seed, plan.round, client)
-        if fault is None and self.deadline is not None:
-            return "late" if self._seconds(plan, client) > self.deadline else None
-        return fault
+        if fault in CAUSE_OF or self.deadline is None:
+            return fault
+        return "late" if self._seconds(plan, client) > self.deadline else fault
 
     def _seconds(self, plan: RoundPlan, client: int) -> float:
         steps = int(plan.num_steps[plan.clients == client])

@@ -80,7 +80,7 @@ class PersonalizedEvaluation(Callback):
         lr: Learning rate of ``personal`` and ``local``. None uses the learning rate of the policy,
             or of the optimizer if the policy does not set one.
         every_n_rounds: Number of rounds between evaluations; None evaluates after the last round
-            only.
+            only. The last round is evaluated in any case.
         metric: Function of module and batch that returns one score per sample, higher is better;
             None is accuracy, for batches ``(x, y)`` and a module whose ``forward`` returns one
             score per class.
@@ -171,9 +171,10 @@ class PersonalizedEvaluation(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, log and write the table if an evaluation is due."""
-        round = trainer.current_epoch + 1
+        round, every = self._loop.round, self.every_n_rounds
         is_last = round == trainer.max_epochs or trainer.should_stop
-        if not (is_last if self.every_n_rounds is None else round % self.every_n_rounds == 0):
+        is_due = is_last or (every is not None and round % every == 0)
+        if not is_due or self._loop.plan_of_the_round is None:
             return
         for name, value in self._measure(trainer, round).items():
             pl_module.log(name, value)
@@ -181,7 +182,7 @@ class PersonalizedEvaluation(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the last round if EarlyStopping ended the fit after ``on_train_epoch_end``."""
         round = self._loop.round
-        if self.every_n_rounds is None and round and self._measured_at != round:
+        if round and self._measured_at != round:
             figures = self._measure(trainer, round)
             for logger in trainer.loggers:
                 logger.log_metrics(figures, round)  # the step of all metrics of the round

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -282,9 +282,9 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
                     vector = rule.models_for(torch.tensor([client]))[0]
                     runner.write(ServerState(vector, server.counters))
                     runner.restore(loop.fit.memory.of_runner(client))
-                batches = _covering(data.samples_of(client), most)
+                batches = data.samples_of(client, most=most)
                 scores = torch.cat(evaluate(trainer, runner.module, batches, accuracy, seed=0))
-                own[client] = float(scores[:most].mean())
+                own[client] = float(scores.mean())
         except Exception as error:  # in a user's module: must not fail a finished run
             reason = first_line(error)
     every = gathered((own, reason)) if trainer.world_size > 1 else [(own, reason)]
@@ -305,15 +305,6 @@ def _kept(runner: ClientRunner) -> Iterator[ServerState]:
     finally:
         runner.write(state)
         runner.restore(private)
-
-
-def _covering(batches: Iterable[Any], most: int) -> Iterator[Any]:
-    """Yield batches ``(x, y)`` until they have this many samples."""
-    count = 0
-    for batch in batches:
-        yield batch
-        if (count := count + len(batch[1])) >= most:
-            break
 
 
 def round_figure(rows: Sequence[dict[str, Any]]) -> Figure:

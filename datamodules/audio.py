@@ -114,7 +114,7 @@ class LogMel(nn.Module):
     def __init__(self, rate: int, samples: int, size: int = 32) -> None:
         super().__init__()
         check_integer("rate", rate, min=1)
-        self.size = check_integer("size", size, min=1)
+        self.size = check_integer("size", size, min=2)
         hint = "increase seconds, or decrease image_size"
         hop = check_integer("samples", samples, min=max(2, size), hint=hint) // size
         # The window is twice the hop, rounded up to a power of two: at 16 kHz 64 ms every 31 ms.
@@ -239,7 +239,7 @@ class AudioDataModule(FederatedDataModule, ABC):
     ) -> None:
         super().__init__(train=None, val=None, test=None, batch_size=batch_size, **options)
         check_number("seconds", seconds, above=0, below=3600)
-        check_integer("image_size", image_size, min=1)
+        check_integer("image_size", image_size, min=2)
         self.cache_features = check_flag("cache_features", cache_features)
         if isinstance(augment, Augment):
             self.augment: Augment | None = augment

@@ -311,8 +311,8 @@ class FederatedDataModule(SplitDataModule):
         assert self._reader is not None  # the loader has fetched the batch
         return self._reader.local_steps(round, position)
 
-    def samples_of(self, client: int, test: bool = False) -> Iterator[Any]:
-        """Yield all training samples of a client in order, in batches of nearly equal sizes.
+    def samples_of(self, client: int, test: bool = False, most: int = 0) -> Iterator[Any]:
+        """Yield the training samples of a client in order, in batches of nearly equal sizes.
 
         Batches have at most ``eval_batch_size`` samples. None is much smaller than the others,
         since BatchNorm cannot train on a single sample.
@@ -320,9 +320,11 @@ class FederatedDataModule(SplitDataModule):
         Args:
             client: Id of the client.
             test: Whether to yield the client's local test samples instead.
+            most: Number of samples, at most: every second or third one and so on. 0 is all.
         """
         batches = self._batches(self.train)
         part = (self.local_tests if test else self.present)[client]
+        part = part[:: -(-len(part) // most) or 1] if most else part
         for index in part.tensor_split(-(-len(part) // self.eval_batch_size) or 1):
             yield batches[Batch.evaluation(index, batches.seed, client)]
 

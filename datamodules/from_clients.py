@@ -158,10 +158,10 @@ class FromClients(FederatedDataModule):
                     " and load_state_dict, as a StatefulDataLoader of torchdata has them"
                 )
 
-    def samples_of(self, client: int, test: bool = False) -> Iterator[Any]:
+    def samples_of(self, client: int, test: bool = False, most: int = 0) -> Iterator[Any]:
         """Yield the samples of a client; of a stream the next ones, which are read again later."""
         with self._ahead(client, test):
-            yield from super().samples_of(client, test)
+            yield from super().samples_of(client, test, most)
 
     def steps_of(self, client: int, generator: torch.Generator) -> Iterator[Any]:
         """Yield training batches of a client; of a stream the next ones, which are read again."""

@@ -123,13 +123,14 @@ def split_samples(data: Any, options: Any, seed: int, tests: list[Tensor]) -> Sp
     samples, sizes = joined([rows[client] for client in order])
     del rows  # a million tensors take a gigabyte
     parts = list(kept[samples].split(sizes.tolist()))
+    tests = tests or rule.local_tests()
     names, tests = [names[i] for i in order if names], [tests[i] for i in order if tests]
     if codes is not None:
         for client in range(count, len(parts)):  # the server validates on no unseen client
             theirs = torch.isin(codes[held], codes[parts[client]])
             parts[client] = torch.cat([parts[client], held[theirs]]).sort().values
             held = held[~theirs]
-    if tests := tests or rule.local_tests():
+    if tests:
         pairs = zip(parts, tests, strict=True)
         parts = [part[~torch.isin(part, test)] for part, test in pairs]
     else:
@@ -158,12 +159,10 @@ def labels_of(data: Any) -> Tensor | None:
     if isinstance(data, Subset):
         labels = labels_of(data.dataset)
         return None if labels is None else labels[torch.as_tensor(data.indices)]
-    if isinstance(data, TensorDataset):
-        return data.tensors[-1]
     for name in ("targets", "labels"):
         if (labels := _numbers(getattr(data, name, None))) is not None:
             return labels
-    return None
+    return data.tensors[-1] if isinstance(data, TensorDataset) else None
 
 
 def samples_checksum(data: Any, labels: Tensor | None) -> str:
@@ -224,7 +223,7 @@ def _keys(rule: Partition, data: Any, keys: Any) -> tuple[Tensor, list[str]]:
             f"{type(rule).__name__} needs a key for each of the {n} training samples, all of one"
             f" type and none None or NaN, got {short_repr(each)}: pass keys="
         )
-    distinct, codes = np.unique(np.asarray(keys), return_inverse=True)
+    distinct, codes = np.unique(np.asarray(each), return_inverse=True)
     names = [str(key) if key_names is None else key_names[key] for key in distinct.tolist()]
     return torch.as_tensor(codes), names
 

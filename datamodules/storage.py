@@ -140,7 +140,9 @@ def keys_of(data: Any) -> tuple[Any, Sequence[str] | None]:
     """
     if isinstance(data, Subset):
         keys, names = keys_of(data.dataset)
-        return None if keys is None else np.asarray(keys)[np.asarray(data.indices)], names
+        if keys is not None:  # as objects, because numpy would make texts of numbers among texts
+            keys = np.asarray(keys, dtype=object)[np.asarray(data.indices)]
+        return keys, names
     keys = getattr(data, "keys", None)
     return None if callable(keys) else keys, getattr(data, "key_names", None)
 

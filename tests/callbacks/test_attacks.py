@@ -145,6 +145,7 @@ def test_a_backdoor_by_hand(simulate, data):
     samples = data()
     samples.setup("fit")
     x, y = (tensor.clone() for tensor in samples.train.tensors)
+    samples.val.tensors = samples.val.tensors[0], samples.val.tensors[1].byte()
     attack = Look([1], target=2, poison_fraction=0.3, size=1)
     made, loop = simulate(attack, datamodule=samples, rounds=2)
     part = samples.parts[1]
@@ -254,9 +255,10 @@ def test_attack_that_does_not_fit_raises(simulate, trainer, data, blobs, linear,
     )
     with pytest.raises(FederationError, match=r"trigger_value .* \(torch.uint8\), got -1"):
         trainer(callbacks=[Backdoor(trigger_value=-1)]).fit(foreign(), pictures)
-    numbers = FederatedDataModule(InMemory(x, x[:, 0]), InMemory(x, x[:, 0]), num_clients=2)
-    with pytest.raises(FederationError, match="one integer class label per sample"):
-        trainer(callbacks=[LabelFlip()]).fit(linear(features=6), numbers)
+    for y in (x[:, 0], -torch.ones(len(x)).long()):
+        numbers = FederatedDataModule(InMemory(x, y), InMemory(x, y), num_clients=2)
+        with pytest.raises(FederationError, match="one integer class label per sample"):
+            trainer(callbacks=[LabelFlip()]).fit(linear(features=6), numbers)
 
 
 def test_a_backdoor_is_measured_on_batches_of_the_validation_loader(fit, blobs):

@@ -120,6 +120,8 @@ def test_the_last_tensor_holds_the_labels():
         assert labels_of(data).tolist() == [1, 0, 1, 0]
         assert labels_of(Subset(data, [3, 0])).tolist() == [0, 1]
     assert labels_of(Subset([1, 2], [0])) is None
+    data.targets = [1, 1, 0, 0]
+    assert labels_of(data).tolist() == data.targets
 
 
 def test_labels_that_are_given_come_first():
@@ -221,8 +223,10 @@ def test_a_hold_out_that_leaves_all_clients_is_the_same_with_keys():
 def test_keys_that_do_not_fit_are_refused(keys):
     words = r"Natural needs a key for each of the .* all of one type and none None or NaN, got"
     train, options = (having(keys=keys), {}) if callable(keys) else (None, {"keys": keys})
-    with pytest.raises(FederationError, match=words):
-        federated(train, partition=Natural(), num_clients=None, **options)
+    both = [(train, options), *[(Subset(having(keys=keys), range(60)), {})] * (np.size(keys) == 60)]
+    for train, options in both:
+        with pytest.raises(FederationError, match=words):
+            federated(train, partition=Natural(), num_clients=None, **options)
 
 
 class Column:

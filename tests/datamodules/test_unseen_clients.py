@@ -101,6 +101,10 @@ def test_a_manifest_records_them(tmp_path):
     assert lists(again.local_tests) == lists(data.local_tests)
     assert held(again) == held(data)
     assert again.checksum == data.checksum
+    data = written(val_size=10, local_test_size=0.2)
+    data.manifest().write(tmp_path / "split.json")
+    again = federated(partition=rule, num_clients=None, unseen_clients=["0"])
+    assert lists(again.local_tests) == lists([*data.local_tests[1:], data.local_tests[0]])
 
 
 def test_what_cannot_be_is_refused():

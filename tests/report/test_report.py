@@ -16,7 +16,6 @@ from lightning_fl.callbacks.client_history import ClientHistory
 from lightning_fl.report import Run, find_runs, group, read_run, report, write
 from lightning_fl.report.clients import clients, participation
 from lightning_fl.report.curves import cost, progress
-from lightning_fl.report.figures import Line, Lines, needs_log, svg
 from lightning_fl.report.groups import Group
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Picture
@@ -574,13 +573,6 @@ def test_a_client_whose_loss_does_not_fall_is_named_and_every_loss_has_a_curve(f
     assert html(page).count('<svg class="curve"') == 3
 
 
-def test_a_loss_over_more_than_three_decades_has_a_logarithmic_axis():
-    assert svg(Lines("train_loss", [Line("a", range(3), [2.0, 1.0, 0.001])]))[1]["log"]
-    assert not needs_log("train_loss", [2.0, 1.0, 0.5, 0.01])
-    assert not needs_log("accuracy", [0.0005, 0.5, 0.75])
-    assert needs_log("norm", [1.0, 1.0, 1.0, 100.0])  # a spike
-
-
 def test_three_seeds_are_lines_and_five_seeds_are_a_band(folder):
     def line(count):
         runs = [read_run(folder(f"{count}-{i}/v", (0.1 * i, 0.2 * i))) for i in range(count)]
@@ -738,13 +730,6 @@ def test_the_best_mean_of_a_table_in_latex_is_bold_if_the_seeds_separate_it(seed
         FederationError, match=r"each of columns must be final val_acc, .*, got 'f1'"
     ):
         report(far, tmp_path / "page.html", latex=path, columns=["f1"])
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_names_are_text_in_latex(seeds, tmp_path):
-    path = tmp_path / "table.tex"
-    report({r"A&B_50%\x": seeds("a", 0.5)}, tmp_path / "page.html", latex=path)
-    assert rows_of(path)[1][0] == r"A\&B\_50\%\textbackslash{}x"
 
 
 def test_cells_that_a_spreadsheet_would_compute_are_text(seeds):
