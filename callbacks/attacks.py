@@ -175,8 +175,7 @@ class DataAttack(Attack):
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         labels: Tensor | None = getattr(data, "class_labels", None)
-        is_class = labels is not None and not labels.is_floating_point() and labels.ndim == 1
-        if labels is None or not is_class or int(labels.min()) < 0:
+        if labels is None or labels.is_floating_point() or labels.ndim != 1 or labels.min() < 0:
             raise FederationError(
                 f"{type(self).__name__} changes class labels: use a FederatedDataModule with one"
                 " integer class label per sample"

@@ -320,7 +320,7 @@ class FederatedDataModule(SplitDataModule):
         Args:
             client: Id of the client.
             test: Whether to yield the client's local test samples instead.
-            most: Number of samples, at most: every second or third one and so on. 0 is all.
+            most: Maximum number of samples, spread evenly over the client's; 0 yields all.
         """
         batches = self._batches(self.train)
         part = (self.local_tests if test else self.present)[client]

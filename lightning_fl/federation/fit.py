@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from contextlib import ExitStack
 from dataclasses import replace
@@ -406,16 +407,16 @@ class Fit:
         Called once, when the first round of the fit begins.
         """
         self.has_begun, runner = True, self.runner
-        device = self.module.device.type
         runner.tensors.adopt()
         tensors = (*runner.named_parameters.values(), *runner.named_buffers.values())
         self.processes.same_start(tensors)
         if not self.progress.round:
             runner.note_private()
+        has_idle_cores = self.module.device.type == "cpu" and (os.cpu_count() or 1) > 1
         if isinstance(self.module, VectorizedClients):
             if self.module.runner is not None:
                 self._decide(self.module)
-        elif runner.trains_here and (self.trainer.world_size, device) == (1, "cpu"):
+        elif runner.trains_here and self.trainer.world_size == 1 and has_idle_cores:
             rank_zero_info(
                 "Clients train one after another in one process. To use more cores, set devices and"
                 " strategy='client_parallel' of the Trainer, or vectorize clients"

@@ -20,6 +20,7 @@ from lightning_fl.runners import BufferPolicy
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.transforms import UpdateTransform
 
+#: Options that are rules, and their base classes.
 RULES = {"aggregator": Aggregator, "policy": HyperparameterPolicy, "sampler": ClientSampler}
 
 
@@ -59,7 +60,7 @@ class RunOptions:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Options that are no rules, by name."""
+        """Options that are neither rules nor update transforms, by name."""
         values = vars(self) | {"buffers": self.buffer_policy}
         return {n: v for n, v in values.items() if n not in (*RULES, "update_transforms")}
 

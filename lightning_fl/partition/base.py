@@ -64,8 +64,7 @@ class Partition(ABC):
             )
         hint = "each client needs a sample"
         check_integer("num_clients", num_clients, min=1, max=len(labels), hint=hint)
-        parts = map(torch.as_tensor, self.split(labels.cpu(), num_clients, generator))
-        samples, sizes = joined(list(parts))
+        samples, sizes = joined(self.split(labels.cpu(), num_clients, generator))
         fault: str | None = f"it returns {len(sizes)} clients"
         if len(sizes) == num_clients:
             fault = fault_of(samples, sizes, len(labels), complete=True)

@@ -191,7 +191,7 @@ def setting(run: Run) -> Iterator[str]:
         if rule := environment.get(part):
             yield rule.partition("(")[0]
     if local := environment.get("local_parameters"):
-        yield f"{listed(local, 3)} local"
+        yield f"local parameters {listed(local, 3)}"
     yield from (config[key] for key in config if re.fullmatch(r"trainer\.callbacks\.\d+", key))
 
 

@@ -136,8 +136,7 @@ def test_the_server_waits_for_a_deadline_only_if_somebody_is_missing(simulate):
     _, loop = simulate(Written({(2, 1): "dropout"}, **options))
     assert [row["virtual_time"] for row in loop.rows] == pytest.approx([2.0, 52.0, 54.0], abs=1e-5)
     for nan in (0.0, 1.0):
-        faults = ClientFaults(nan=nan, step_seconds=1.0, deadline=1.5)
-        _, loop = simulate(faults, min_clients=1)
+        _, loop = simulate(ClientFaults(nan=nan, step_seconds=1.0, deadline=1.5), min_clients=1)
         assert all(row["late"] == 4 for row in loop.rows)  # nobody is as fast
         assert loop.rows[-1]["virtual_time"] == pytest.approx(4.5)
 

@@ -291,7 +291,8 @@ def test_rounds_without_a_usable_update_keep_the_model_and_five_in_a_row_warn(fi
     assert len(told) == (rounds > 4)
 
 
-def test_a_fit_in_one_process_says_how_to_use_the_cores(fit, linear, caplog):
+def test_a_fit_in_one_process_says_how_to_use_the_cores(fit, linear, caplog, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         fit(linear(), FederatedLoop(), full_batches())
     assert "To use more cores, set devices and strategy='client_parallel'" in caplog.text
