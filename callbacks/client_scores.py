@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 
+from lightning_fl.callbacks.checkpoint import save_with_sums
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.contracts.personal import PersonalModel
 from lightning_fl.contracts.step_module import StepModule
@@ -48,6 +50,8 @@ class ClientScores:
         lr: float | None,
     ) -> None:
         self._trainer, self._loop, self._metric, self._lr = trainer, loop, metric, lr
+        #: Folder for the models of clients; None writes none.
+        self.folder: Path | None = None
         self._data: Any = trainer.datamodule  # type: ignore[attr-defined]
         original, constants = loop.runner.module, loop.runner.constants.parameters
         self._module: Any = copied_module(original, constants.values())
@@ -69,15 +73,8 @@ class ClientScores:
         self._server = loop.runner.read()
         self._parts = [*self._data.parts, *self._data.unseen_parts]
         #: Round whose hyperparameters clients train with: after the last one, those of the last.
-        is_over = loop.round == trainer.max_epochs
-        self._next_round = loop.round - is_over
+        self._next_round = loop.round - (loop.round == trainer.max_epochs)
         loop.aggregator.start(self._server.vector)  # clients start from those of the next round
-
-    def __enter__(self) -> ClientScores:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._runner.close()
 
     def row(
         self, client: int, round: int, steps: int, local_steps: int, first: Tensor | None
@@ -121,14 +118,24 @@ class ClientScores:
             self._load(state._replace(vector=own), rows, plan)
         if self._personalize(client) or own is not None:
             row["kept"] = self._score(client)
+            self._save(client)
             self._load(state, rows, plan)
         if steps:
             self._train(islice(self._batches(client, round), steps))
             row["personal"] = self._trained_score(client)
+        if "kept" not in row:
+            self._save(client)
         if local_steps and first is not None:
             self._train_alone(first, plan, client, round, local_steps)
             row["local"] = self._trained_score(client)
         return row
+
+    def _save(self, client: int) -> None:
+        """Write the model in the copy if there is a folder for it."""
+        if self.folder is not None:
+            own = self._module.state_dict()  # with tensors of terms, which a module does not save
+            names = self._loop.runner.module.state_dict()
+            save_with_sums({name: own[name] for name in names}, self.folder / f"{client}.pt")
 
     def _train_alone(
         self, first: Tensor, plan: Mapping[str, Tensor], client: int, round: int, steps: int
@@ -154,8 +161,7 @@ class ClientScores:
         """Return the learning rate of a client."""
         if self._lr is not None:
             return self._lr
-        lr = float(plan["lr"]) if "lr" in plan else self._runner.base_lr
-        return lr * float(plan.get("lr_factor", 1.0))
+        return float(plan.get("lr", self._runner.base_lr)) * float(plan.get("lr_factor", 1.0))
 
     def _trained_score(self, client: int) -> float:
         """Return the score of a client's model after training, including its personal state."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_fl.files import write_atomically
@@ -34,18 +32,12 @@ class RunConfig(Callback):
         path = self.folder / "config.yaml"
         if self.resumed and path.exists() and not path.is_symlink():  # a link is replaced
             earlier = [path, *self.folder.glob("config_resumed_*.yaml")]
-            if any(_options(each.read_bytes()) == _options(self.text) for each in earlier):
+            if any(_options(each.read_bytes()) == _options(self.text.encode()) for each in earlier):
                 return
             path = self.folder / f"config_resumed_{len(earlier)}.yaml"
         write_atomically(path, self.text)
 
 
-def _options(text: str | bytes) -> Any:
-    """Return the options of a configuration except ``ckpt_path``; None if it is invalid."""
-    try:
-        options = yaml.safe_load(text)
-    except yaml.YAMLError:  # damaged or edited
-        return None
-    if not isinstance(options, dict):
-        return None
-    return {name: value for name, value in options.items() if name != "ckpt_path"}
+def _options(text: bytes) -> list[bytes]:
+    """Return the lines of a configuration except ``ckpt_path``."""
+    return [line for line in text.splitlines() if not line.startswith(b"ckpt_path:")]

@@ -18,7 +18,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.files import error_context
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.options import check_integer, check_number
+from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.runners import user_module
 from lightning_fl.runners.module_copy import copied_module
 from lightning_fl.strategies import gathered
@@ -84,6 +84,9 @@ class PersonalizedEvaluation(Callback):
         metric: Function of module and batch that returns one score per sample, higher is better;
             None is accuracy, for batches ``(x, y)`` and a module whose ``forward`` returns one
             score per class.
+        save_models: Whether to write the model of each client, the one scored as ``kept``, else as
+            ``personal``, else as ``server``, to ``client_models/CLIENT.pt`` beside ``clients.csv``.
+            A module of the same class loads it: ``module.load_state_dict(torch.load(path))``.
 
     Raises:
         FederationError: If an option is out of range. At the start of a fit, if there is no
@@ -98,12 +101,14 @@ class PersonalizedEvaluation(Callback):
         lr: float | None = None,
         every_n_rounds: int | None = None,
         metric: Callable[[LightningModule, Any], Tensor] | None = None,
+        save_models: bool = False,
     ) -> None:
         self.steps = check_integer("steps", steps, min=0)
         self.local_steps = check_integer("local_steps", local_steps, min=0)
         self.lr = check_number("lr", lr, above=0, optional=True)
         self.every_n_rounds = check_integer("every_n_rounds", every_n_rounds, min=1, optional=True)
         self.metric = metric or accuracy
+        self.save_models = check_flag("save_models", save_models)
         #: Table of the last evaluation, one row per client.
         self.rows: list[dict[str, float]] = []
         self._measured_at = 0
@@ -215,11 +220,13 @@ class PersonalizedEvaluation(Callback):
         count = len(data.local_tests)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             count = min(count, 2)
-        with ClientScores(trainer, self._loop, self.metric, self.lr) as scores:
-            own = [
-                scores.row(client, round, self.steps, self.local_steps, self._first)
-                for client in range(trainer.global_rank, count, trainer.world_size)
-            ]
+        scores = ClientScores(trainer, self._loop, self.metric, self.lr)
+        if self.save_models and (path := self._loop.table_path(trainer)) is not None:
+            scores.folder = path.with_name("client_models")
+        own = [
+            scores.row(client, round, self.steps, self.local_steps, self._first)
+            for client in range(trainer.global_rank, count, trainer.world_size)
+        ]
         every = gathered(own) if trainer.world_size > 1 else [own]
         return sorted((row for each in every for row in each), key=lambda row: row["client"])
 
