@@ -60,6 +60,9 @@ HALF = f"{start(300)} {SMALLER}"
 #: As many rounds as the runs of table 2 on a GPU.
 LONG = start(200)
 ADAM, AUGMENT = "--model.init_args.optimizer=Adam", "--data.init_args.augment=true"
+#: 60 rounds, or 90, have as many steps of a client as 180 rounds of ten, and the same decay.
+STEPS30 = f"{POLICY}lr=0.05 {POLICY}num_steps=30 {POLICY}decay=0.997"
+STEPS20 = f"{POLICY}lr=0.05 {POLICY}num_steps=20 {POLICY}decay=0.998"
 #: One client with all samples; a round is an epoch.
 CENTRAL = f"{start(60)} --data.init_args.num_clients=1 {POLICY}num_steps=750 {POLICY}decay=0.95"
 #: The author's published program: squares are summed over features.
@@ -87,13 +90,22 @@ RUNS = (
     ),
     LongRun("cifar10-half-own-adam", f"{NON_IID} --methods fa_rm", HALF, OWN_ADAM),
     LongRun("cifar10-half-augment", f"{NON_IID} {BOTH}", f"{HALF} {AUGMENT}", AUTHOR),
-    # As many steps of a client as 180 rounds of ten, and the same decay.
     LongRun(
         "cifar10-half-steps30",
-        f"{NON_IID} {BOTH}",
-        f"{start(60)} {SMALLER} {POLICY}lr=0.05 {POLICY}num_steps=30 {POLICY}decay=0.997",
+        f"{NON_IID} {BOTH} {ALL_SEEDS}",
+        f"{start(60)} {SMALLER} {STEPS30}",
         AUTHOR,
     ),
+    LongRun(
+        "cifar10-half-steps30-long",
+        f"{NON_IID} {BOTH}",
+        f"{start(180)} {SMALLER} {STEPS30}",
+        AUTHOR,
+    ),
+    LongRun(
+        "cifar10-half-steps20", f"{NON_IID} {BOTH}", f"{start(90)} {SMALLER} {STEPS20}", AUTHOR
+    ),
+    LongRun("cifar10-steps30", f"{NON_IID} {BOTH}", f"{start(60)} {STEPS30}", AUTHOR),
     LongRun("cifar10-central", f"{NON_IID} --splits iid --methods fa", CENTRAL),
     LongRun(
         "cifar10-iid-augment",

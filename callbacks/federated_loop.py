@@ -198,6 +198,8 @@ class FederatedLoop(Callback):
         self.fit.catch_up()
         self.aggregator.load_global_network()
         self._run_state.note(self.fit)
+        trainer.callback_metrics.update(self.progress.metrics)
+        self.fit.schedulers.catch_up(self.round, self.progress.metrics)
         self.aggregator.load_client_network()
         self.undo.callback(set_rng_state, rng_state(pl_module.device))
         log_hyperparameters(self.fit)

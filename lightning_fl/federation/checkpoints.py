@@ -104,7 +104,7 @@ class RunState:
             "steps": progress.steps,
             "rows": list(progress.table.rows),
             "val_loss": progress.val_loss,
-            "monitored": progress.monitored,
+            "metrics": progress.metrics,
             "exchanged": fit.runner.num_parameters,
             "base_lr": fit.runner.base_lr,
             "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
@@ -147,7 +147,7 @@ class RunState:
         self.note_run()
         metrics = fit.trainer.callback_metrics
         self.progress.table.complete(metrics)
-        self.progress.monitored = fit.schedulers.monitored(metrics)
+        self.progress.metrics = deep_copy(dict(metrics))
         self.note(fit)
 
     # --- a checkpoint -----------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class RunState:
         if state != NOT_BEGUN:
             progress = self.progress
             progress.round, progress.table = state["round"], RoundTable(state["rows"])
-            progress.val_loss, progress.monitored = state["val_loss"], state["monitored"]
+            progress.val_loss, progress.metrics = state["val_loss"], state["metrics"]
             progress.seed, progress.steps = state["seed"], state["steps"]
             self._store.load_state_dict(state["store"])
 

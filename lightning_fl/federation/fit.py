@@ -395,8 +395,6 @@ class Fit:
                 f" {self.trainer.current_epoch}: create a new FederatedLoop for each Trainer, or"
                 " resume both from a checkpoint with ckpt_path"
             )
-        self.schedulers.catch_up(progress.round, progress.monitored)
-        progress.monitored = {}
         self.runner.constants.note()
         if progress.round:  # on_fit_start may have written over the initial values of the run
             self.runner.restore_private()

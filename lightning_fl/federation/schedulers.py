@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fl.errors import FederationError
 from lightning_fl.runners import ClientOptimizers
@@ -92,27 +91,17 @@ class Schedulers:
         optimizers.set_options(changed)
         return changed
 
-    def monitored(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics that ``ReduceLROnPlateau`` monitors, at the end of a round.
-
-        Args:
-            metrics: All logged metrics.
-        """
-        names = (str(c.monitor) for c in self._on_plateau)
-        return {name: float(metrics[name]) for name in names if name in metrics}
-
-    def catch_up(self, rounds: int, monitored: Mapping[str, float]) -> None:
+    def catch_up(self, rounds: int, metrics: Mapping[str, Tensor]) -> None:
         """Repeat the scheduler steps that Lightning made after saving the checkpoint.
 
         Args:
             rounds: Number of finished rounds.
-            monitored: Monitored metrics from the checkpoint.
+            metrics: Logged metrics from the checkpoint.
         """
         for config in self._on_plateau:
-            value, scheduler = monitored.get(str(config.monitor)), config.scheduler
+            value, plateau = metrics.get(str(config.monitor)), cast("Any", config.scheduler)
             if value is not None and rounds % config.frequency == 0:
-                assert isinstance(scheduler, ReduceLROnPlateau)
-                scheduler.step(value)
+                plateau.step(float(value))
 
 
 def is_same(value: Any, other: Any) -> bool:

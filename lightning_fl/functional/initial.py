@@ -10,8 +10,8 @@ from lightning_fl.functional.randomness import seeded_rng
 def draw_parameters(network: nn.Module, seed: int) -> None:
     """Initialize the parameters of a network anew, in place.
 
-    Calls ``reset_parameters`` of each module that has it, as the layers of torch do. Modules whose
-    parameters are all frozen keep them.
+    Calls ``reset_parameters`` of each module that has it, as the layers of torch do. Frozen
+    parameters keep their values.
 
     Args:
         network: The network.
@@ -25,9 +25,10 @@ def draw_parameters(network: nn.Module, seed: int) -> None:
         True
     """
     with seeded_rng(seed):
+        frozen = [(p, p.clone()) for p in network.parameters() if not p.requires_grad]
         for part in network.modules():
-            if not any(param.requires_grad for param in part.parameters()):
-                continue
             for name in ("_reset_parameters", "reset_parameters"):  # attention has the first
                 if callable(reset := getattr(part, name, None)):
                     reset()
+        for param, value in frozen:
+            param.copy_(value)

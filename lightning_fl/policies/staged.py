@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fl.contracts.context import Federation
@@ -38,6 +39,8 @@ class StagedPolicy(HyperparameterPolicy):
         [50, 50, 5]
     """
 
+    stage: Tensor
+
     def __init__(self, rounds: Sequence[int], policies: Sequence[HyperparameterPolicy]) -> None:
         super().__init__()
         check_stages(rounds, policies, "policies")
@@ -49,7 +52,8 @@ class StagedPolicy(HyperparameterPolicy):
             raise FederationError(
                 "policies must have the same phases, which hold for all rounds of a run"
             )
-        self._figures: dict[str, float] = {}
+        #: Stage of the last update.
+        self.register_buffer("stage", torch.tensor(0))
 
     def setup(self, federation: Federation) -> None:
         """Set up all policies; each may reject the run.
@@ -80,8 +84,8 @@ class StagedPolicy(HyperparameterPolicy):
         """Update the policy of the stage."""
         policy, own = self._at(feedback.plan.round)
         policy.update(replace(feedback, plan=replace(feedback.plan, round=own)))
-        self._figures = policy.metrics()
+        self.stage.fill_(stage_of(self.rounds, feedback.plan.round))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the policy of the last round."""
-        return self._figures
+        return cast("HyperparameterPolicy", self.policies[int(self.stage)]).metrics()

@@ -18,7 +18,7 @@ from lightning_fl.aggregators import Gossip
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.callbacks.client_table import summary
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.objectives import Ditto, FedEM, PerFedAvg, Proximal
+from lightning_fl.objectives import Ditto, PerFedAvg, Proximal
 from lightning_fl.optimizers import PFedMe
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
@@ -181,7 +181,6 @@ def test_the_personal_models_of_pfedme_are_measured(train):
         (ClientModule, 2, "personal", {}),
         (ClientModule, 0, "server", {"local_parameters": ["net.bias"]}),
         (lambda net: ClientModule(net, [Ditto()]), 2, "kept", {}),
-        (FedEM, 2, "personal", {}),
     ],
 )
 def test_a_new_module_loads_the_model_of_a_client(train, tmp_path, make, steps, kind, options):

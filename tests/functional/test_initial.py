@@ -8,7 +8,8 @@ from lightning_fl.functional.initial import draw_parameters
 def test_frozen_layers_keep_their_parameters():
     frozen, head = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)
     frozen.requires_grad_(False)
-    before = frozen.weight.clone(), head.weight.detach().clone()
+    head.bias.requires_grad_(False)
+    before = frozen.weight.clone(), head.weight.detach().clone(), head.bias.clone()
     draw_parameters(torch.nn.Sequential(frozen, torch.nn.ReLU(), head), seed=1)
-    assert torch.equal(frozen.weight, before[0])
+    assert all(map(torch.equal, (frozen.weight, head.bias), before[::2]))
     assert not torch.equal(head.weight, before[1])
