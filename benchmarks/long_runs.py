@@ -60,7 +60,7 @@ HALF = f"{start(300)} {SMALLER}"
 #: As many rounds as the runs of table 2 on a GPU.
 LONG = start(200)
 ADAM, AUGMENT = "--model.init_args.optimizer=Adam", "--data.init_args.augment=true"
-#: 60 rounds, or 90, have as many steps of a client as 180 rounds of ten, and the same decay.
+#: 60 rounds of 30 steps, and 90 of 20, have the steps and the decay of 180 rounds of ten.
 STEPS30 = f"{POLICY}lr=0.05 {POLICY}num_steps=30 {POLICY}decay=0.997"
 STEPS20 = f"{POLICY}lr=0.05 {POLICY}num_steps=20 {POLICY}decay=0.998"
 #: One client with all samples; a round is an epoch.

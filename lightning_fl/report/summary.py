@@ -239,7 +239,7 @@ def key_figures(run: Run) -> Iterator[tuple[str, str]]:
         yield f"upload {size(up)}, download {size(down)}", size(up + down)
     if times := run.column("virtual_time"):
         yield "virtual time", seconds(times[-1][1])
-    if (epsilon := run.column("epsilon")) and (deltas := run.column("delta")):  # else a module's
+    if (epsilon := run.column("epsilon")) and (deltas := run.column("delta")):
         spent, delta = epsilon[-1][1], number(deltas[-1][1])
         text = number(spent) if math.isfinite(spent) else "no noise, no privacy"
         yield f"client-level epsilon with delta {delta}", text
