@@ -380,9 +380,7 @@ def library(
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock()
         loop = FederatedLoop(
-            clients_per_round=problem.clients,
-            policy=Schedule(num_steps=problem.steps),
-            seed=SEED,
+            clients_per_round=problem.clients, policy=Schedule(num_steps=problem.steps), seed=SEED
         )
         trainer(
             LONG,

@@ -282,10 +282,7 @@ def _costs(outcome: dict[str, Any]) -> list[str]:
     head = ["microseconds (90 % interval over the repeats)", "a local step"]
     head += ["a client switch", "a round"]
     grid = ", ".join(map(str, outcome["workload"]["grid"]))
-    text = [
-        f"Least squares over rounds of {grid} clients and as many steps:",
-        table(head, rows),
-    ]
+    text = [f"Least squares over rounds of {grid} clients and as many steps:", table(head, rows)]
     step, client, round = (costs["library"][kind][0] for kind in kinds)
     fitted = []
     for r in outcome["rounds"]:

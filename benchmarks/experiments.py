@@ -144,10 +144,7 @@ EXPERIMENTS = {
         {
             "FedProx, mu = 1": (),
             "FedAvg, stragglers kept": NO_TERMS,
-            "FedAvg, stragglers dropped": (
-                *NO_TERMS,
-                "--federation.policy.init_args.drop=true",
-            ),
+            "FedAvg, stragglers dropped": (*NO_TERMS, "--federation.policy.init_args.drop=true"),
             "FedAvg, no stragglers": (*NO_TERMS, *NO_STRAGGLERS),
             "FedProx, mu = 0.1, no stragglers": (*term("Proximal", mu=0.1), *NO_STRAGGLERS),
             "FedProx, mu = 1, no stragglers": NO_STRAGGLERS,
@@ -169,10 +166,7 @@ EXPERIMENTS = {
         "FedAvg+",
         "What does a client gain by local fine-tuning?",
         "fedavgplus_mnist",
-        {
-            "FedAvg+": (),
-            "FedAvg": (*FEDAVG, *policy("Schedule", lr=0.02, local_epochs=5)),
-        },
+        {"FedAvg+": (), "FedAvg": (*FEDAVG, *policy("Schedule", lr=0.02, local_epochs=5))},
         ("server/mean", "personal/mean", "personal/worst", "local/mean", "test_acc"),
     ),
     "fedavgplus-small": Experiment(
@@ -187,10 +181,7 @@ EXPERIMENTS = {
                 *split("Dirichlet", alpha=0.5, min_size=20),
                 "--federation.clients_per_round=20",
             ),
-            {
-                "FedAvg+": (),
-                "FedAvg": (*FEDAVG, *policy("Schedule", lr=0.02, local_epochs=5)),
-            },
+            {"FedAvg+": (), "FedAvg": (*FEDAVG, *policy("Schedule", lr=0.02, local_epochs=5))},
         ),
         ("server/mean", "personal/mean", "personal/worst", "local/mean", "test_acc"),
     ),
@@ -314,11 +305,7 @@ EXPERIMENTS = {
         "fedbuff_mnist",
         {
             "FedBuff, 30 clients train": rounds(80),
-            "FedAvg, rounds of 30": (
-                *SYNCHRONOUS,
-                "--federation.clients_per_round=30",
-                *rounds(8),
-            ),
+            "FedAvg, rounds of 30": (*SYNCHRONOUS, "--federation.clients_per_round=30", *rounds(8)),
             "FedAvg, rounds of 30, deadline 1.5 s": (
                 *SYNCHRONOUS,
                 "--federation.clients_per_round=30",
@@ -348,10 +335,7 @@ EXPERIMENTS = {
         "personalized_policy_mnist",
         for_all(
             "",
-            (
-                *split("IID"),
-                *callback("LabelFlip", clients=0.4),
-            ),
+            (*split("IID"), *callback("LabelFlip", clients=0.4)),
             policies([(rate, 5) for rate in RATES]),
         ),
     ),

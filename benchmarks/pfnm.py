@@ -26,11 +26,7 @@ from matplotlib.axes import Axes
 
 from lightning_fl.aggregators.matching.search import SEARCHED, narrowest
 from lightning_fl.datamodules import CIFAR10, MNIST
-from lightning_fl.functional.networks import (
-    Layers,
-    MatchingOptions,
-    match_networks,
-)
+from lightning_fl.functional.networks import Layers, MatchingOptions, match_networks
 from lightning_fl.models import MLPClassifier
 from lightning_fl.partition import IID, Dirichlet
 from runs import (

@@ -404,10 +404,7 @@ def options() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=3, help="timed rounds a run; fewer if long")
     add("--threads", type=int, default=1, help="torch threads")
     add(
-        "--memory-clients",
-        **numbers,
-        default=[10, 1000],
-        help="sizes for peak memory; may be none",
+        "--memory-clients", **numbers, default=[10, 1000], help="sizes for peak memory; may be none"
     )
     add("--memory-repeats", type=int, default=3, help="processes for each of them")
     add("--peak-memory-of", type=int, help=argparse.SUPPRESS)

@@ -100,6 +100,7 @@ class ClientScores:
             plan = {**plan, "class_counts": counts}
         row: dict[str, float] = {
             "client": client,
+            "round": round,
             "train_samples": len(self._parts[client]),
             "test_samples": len(self._data.local_tests[client]),
         }

@@ -19,25 +19,19 @@ class RunConfig(Callback):
     Args:
         text: Configuration as YAML.
         folder: Folder of the run.
-        resumed: Whether the fit resumes the run of this folder.
     """
 
-    def __init__(self, text: str, folder: Path, resumed: bool) -> None:
-        self.text, self.folder, self.resumed = text, folder, resumed
+    def __init__(self, text: str, folder: Path) -> None:
+        self.text, self.folder = text, folder
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the configuration after all checks at the start of the fit."""
         if not trainer.is_global_zero:
             return
         path = self.folder / "config.yaml"
-        if self.resumed and path.exists() and not path.is_symlink():  # a link is replaced
+        if path.exists() and not path.is_symlink():  # a link is replaced
             earlier = [path, *self.folder.glob("config_resumed_*.yaml")]
-            if any(_options(each.read_bytes()) == _options(self.text.encode()) for each in earlier):
+            if any(each.read_bytes() == self.text.encode() for each in earlier):
                 return
             path = self.folder / f"config_resumed_{len(earlier)}.yaml"
         write_atomically(path, self.text)
-
-
-def _options(text: bytes) -> list[bytes]:
-    """Return the lines of a configuration except ``ckpt_path``."""
-    return [line for line in text.splitlines() if not line.startswith(b"ckpt_path:")]

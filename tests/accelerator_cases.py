@@ -23,12 +23,7 @@ from federations import ROWS, SGD, frozen, module, normalized, row, samples
 from frozen import frozen_once
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
-from lightning_fl.objectives import (
-    EntropyRegularizer,
-    FedEM,
-    Proximal,
-    RepresentationMatching,
-)
+from lightning_fl.objectives import EntropyRegularizer, FedEM, Proximal, RepresentationMatching
 from lightning_fl.optimizers import PFedMe
 from lightning_fl.policies import HyperparameterPolicy
 from tutorial import trainer

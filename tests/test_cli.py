@@ -241,6 +241,17 @@ def test_a_test_leaves_the_config_of_the_fit_alone(cli):
     assert len(rounds(RUN)) == 2
 
 
+def test_a_fit_from_a_checkpoint_of_no_run_is_a_new_run(cli, fitted):
+    shutil.copy(fitted / "last.ckpt", "backup.ckpt")
+    options = ("--ckpt_path=backup.ckpt", "--checkpoint.dirpath=kept", "--trainer.max_epochs=3")
+    with pytest.warns(UserWarning, match="dirpath has changed"):
+        assert "Written to runs/digits/version_1" in cli(*FIT, *options)
+    other = fitted.with_name("version_1")
+    assert (len(rounds(fitted)), len(rounds(other))) == (2, 3)
+    cli("test", "--config", other / "config.yaml")
+    assert json.loads((other / "test.json").read_text())["round"] == 3
+
+
 def test_metrics_of_a_test_without_a_value_are_null(cli, fitted, monkeypatch):
     @wraps(Trainer.test)
     def test(*args, **kwargs):
@@ -261,8 +272,7 @@ def test_a_resumed_fit_leaves_the_config_of_the_first_alone(cli):
             options = [f"--federation.min_clients={min_clients}", "--ckpt_path=last"]
             cli(*FIT, *options, f"--trainer.max_epochs={max_epochs}")
     assert (RUN / "config.yaml").read_bytes() == before
-    later = config_of(RUN, "config_resumed_1.yaml")
-    assert later["ckpt_path"].endswith("version_0/last.ckpt")
+    assert config_of(RUN, "config_resumed_1.yaml")["federation"]["min_clients"] == 3
     assert not (RUN / "config_resumed_2.yaml").exists()
     (resumed,) = read_run(RUN).resumed
     assert resumed == "resumed with federation.min_clients=3 (config_resumed_1.yaml)"

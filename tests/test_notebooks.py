@@ -27,7 +27,7 @@ CLAIMS = {
         "len(wrong) >= 8",
     ],
     "comparing_methods": [
-        "differences['SCAFFOLD'].min() > 0.03 > differences['FedProx'].abs().max()",
+        "differences['SCAFFOLD'].min() > 0.03 > differences['FedProx'].abs().max()"
     ],
     "personalization": [
         "sum(accuracies['fine-tuned']) > max(map(sum, accuracies.values())) - 0.1",

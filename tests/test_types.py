@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fl.contracts.plan import IDLE, full
-from lightning_fl.types import (
-    ClientUpdate,
-    FederatedData,
-    FederationError,
-    RoundPlan,
-    Step,
-)
+from lightning_fl.types import ClientUpdate, FederatedData, FederationError, RoundPlan, Step
 
 
 @given(

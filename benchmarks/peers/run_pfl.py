@@ -107,9 +107,7 @@ def main() -> None:
             central_optimizer=torch.optim.SGD(net.parameters(), lr=1.0),
         ),
         NNTrainHyperParams(
-            local_num_epochs=epochs,
-            local_learning_rate=w["lr"],
-            local_batch_size=w["batch_size"],
+            local_num_epochs=epochs, local_learning_rate=w["lr"], local_batch_size=w["batch_size"]
         ),
         callbacks=[clock],
         send_metrics_to_platform=False,

@@ -50,9 +50,7 @@ class FedExP(FedAvg):
     squares: VectorSum
 
     def __init__(
-        self,
-        eps: float = 1e-3,
-        weighting: Literal["samples", "uniform"] = "uniform",
+        self, eps: float = 1e-3, weighting: Literal["samples", "uniform"] = "uniform"
     ) -> None:
         super().__init__(weighting)
         self.eps = check_number("eps", eps, min=0)

@@ -190,10 +190,7 @@ class FedAvgM(FedOpt):
     """
 
     def __init__(
-        self,
-        lr: float = 1.0,
-        momentum: float = 0.9,
-        scheduler: LRSchedulerCallable | None = None,
+        self, lr: float = 1.0, momentum: float = 0.9, scheduler: LRSchedulerCallable | None = None
     ) -> None:
         check_number("lr", lr, min=0)
         check_number("momentum", momentum, min=0)

@@ -74,12 +74,7 @@ class FedControl(Aggregator):
     round: Tensor
     columns = 3
 
-    def __init__(
-        self,
-        alpha: float = 1 / 3,
-        beta: float = 1 / 3,
-        decay: float = 1.0,
-    ) -> None:
+    def __init__(self, alpha: float = 1 / 3, beta: float = 1 / 3, decay: float = 1.0) -> None:
         super().__init__()
         self.alpha = check_number("alpha", alpha, min=0)
         self.beta = check_number("beta", beta, min=0)
@@ -226,12 +221,7 @@ class FedPIDAvg(FedControl):
     #: The last six losses, oldest first, then a flag: 1 if the client has a record.
     columns = 7
 
-    def __init__(
-        self,
-        alpha: float = 0.45,
-        beta: float = 0.45,
-        cancellation: float = 1e-3,
-    ) -> None:
+    def __init__(self, alpha: float = 0.45, beta: float = 0.45, cancellation: float = 1e-3) -> None:
         super().__init__(alpha, beta)
         self.cancellation = check_number("cancellation", cancellation, min=0, below=1)
 

@@ -55,9 +55,7 @@ class ZeroPadding(AdapterRule):
     norms: VectorSum
 
     def __init__(
-        self,
-        ranks: Ranks = None,
-        weighting: Literal["samples", "uniform", "norm"] = "samples",
+        self, ranks: Ranks = None, weighting: Literal["samples", "uniform", "norm"] = "samples"
     ) -> None:
         check_choice("weighting", weighting, "samples", "uniform", "norm")
         super().__init__(ranks, "uniform" if weighting == "uniform" else "samples")

@@ -81,11 +81,12 @@ class FederatedCLI(LightningCLI):
 
     A new fit creates the next free folder ``version_N`` under ``trainer.default_root_dir``. ``fit
     --ckpt_path last`` resumes the newest run, and the other commands load its checkpoint. With the
-    ``config.yaml`` in the folder of a run, they take that run instead of the newest.
+    ``config.yaml`` in the folder of a run, they take that run instead of the newest. A fit from the
+    checkpoint of none of these runs is a new one.
     """
 
     run_folder: Path
-    _has_created = False
+    _has_run, _has_created = False, False
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the keys ``federation`` and ``checkpoint``, and the options of this CLI."""
@@ -113,15 +114,12 @@ class FederatedCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Create the folder of a new fit, and wrap the model if clients train at once."""
-        config = self.config[self.subcommand]
-        if self.subcommand == "fit" and not config.trainer.fast_dev_run:
-            if config.ckpt_path is None:
-                self.run_folder, self._has_created = create_folder(self.run_folder.parent)
-            else:
-                self._has_created = not self.run_folder.exists()
+        is_fit = self.subcommand == "fit"
+        if is_fit and not self._has_run and not self.config.fit.trainer.fast_dev_run:
+            self.run_folder, self._has_created = create_folder(self.run_folder.parent)
         with self._leaving_nothing():
             super().instantiate_classes()
-            if self.subcommand == "fit":
+            if is_fit:
                 self._vectorize(self.config_init.fit.vectorize)
 
     def _vectorize(self, given: Any) -> None:
@@ -190,7 +188,7 @@ class FederatedCLI(LightningCLI):
             newest = self._newest(config, run)
             config.ckpt_path = None if newest is None else str(newest)
             if newest is not None:
-                self.run_folder = run
+                self.run_folder, self._has_run = run, run.is_dir()
             elif is_fit:
                 rank_zero_warn(f"there is no checkpoint in {short_path(run)}: starting a new run")
             else:
@@ -203,7 +201,10 @@ class FederatedCLI(LightningCLI):
                 raise FederationError(
                     f"checkpoint {given} is not a file: set --ckpt_path to a file or last"
                 )
-            self.run_folder = next((p for p in path.parents if p in runs), self.run_folder)
+            if not is_fit:
+                runs += [folder for folder in path.parents if (folder / TABLE).is_file()]
+            own = [folder for folder in path.parents if folder in runs]
+            self.run_folder, self._has_run = [*own, self.run_folder][0], bool(own)
 
     def _run_of_config(self, config: Any) -> Path | None:
         """Return the folder of a run if its own ``config.yaml`` is a config of the command."""
@@ -242,16 +243,14 @@ class FederatedCLI(LightningCLI):
                 callbacks.append(kind())
         callbacks.sort(key=lambda callback: isinstance(callback, LogFiles))  # the files of others
         if is_fit and not config.fast_dev_run:
-            resumed = self._get(self.config, "ckpt_path") is not None
-            callbacks.append(RunConfig(self._config_text(), self.run_folder, resumed))
+            callbacks.append(RunConfig(self._config_text(), self.run_folder))
         return callbacks
 
     def _config_text(self) -> str:
-        """Return the configuration as YAML, with which the command can be repeated."""
+        """Return the configuration as YAML, without the checkpoint."""
         config = self.config[self.subcommand].clone()
         for name in ("config", "ckpt_path"):
-            if config.get(name) is None:
-                config.pop(name, None)
+            config.pop(name, None)
         parser = self._parser(self.subcommand)
         return str(parser.dump(config, skip_none=False, skip_validation=True))
 
@@ -308,8 +307,8 @@ class FederatedCLI(LightningCLI):
         metrics = self.trainer.test(**kwargs)
         if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
-        used = Path(kwargs["ckpt_path"]).absolute()
-        folder = next((p for p in used.parents if (p / TABLE).is_file()), used.parent)
+        used = Path(kwargs["ckpt_path"])
+        folder = self.run_folder if self._has_run else used.absolute().parent
         if differing := changes_of_test(folder, self._config_text()):
             changes = "; ".join(f"{k} is {t!r}, was {f!r}" for k, (f, t) in differing.items())
             rank_zero_warn(f"options of the test differ from the fit: {changes:.1000}")

@@ -203,14 +203,15 @@ class ClientModule(TermModule):
     def _example(self) -> Tensor:
         """Return example inputs of the network."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # a connector's
-        if self.example_input_array is None and hasattr(data, "example"):
-            return cast("Tensor", data.example()[0])
-        if not isinstance(self.example_input_array, Tensor):
+        example: Any = self.example_input_array
+        if example is None and (batch := getattr(data, "example", lambda: None)()) is not None:
+            example = batch[0]
+        if not isinstance(example, Tensor):
             raise FederationError(
-                f"{type(self).__name__} requires example inputs: use a FederatedDataModule, or set"
-                " example_input_array to a batch of inputs"
+                f"{type(self).__name__} requires example inputs, which the data module does not"
+                " have: set example_input_array of the module to a batch of inputs"
             )
-        return self.example_input_array
+        return example
 
     def build_terms(self, x: Tensor) -> None:
         """Build the terms that depend on the shape of a sample.

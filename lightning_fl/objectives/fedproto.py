@@ -101,7 +101,7 @@ class FedProto(Term):
     def check(self, federation: Federation) -> None:
         """Refuse what does not exchange means of the prototypes of all samples."""
         rule, name = federation.aggregator, type(federation.aggregator).__name__
-        wrong = [name] * (name != "FedAvg")
+        wrong = [name] * (name not in ("FedAvg", "ToServer"))  # a server checks its own rule
         wrong += ["normalization='all'"] * (getattr(rule, "normalization", None) == "all")
         wrong += ["an update transform"] * bool(federation.update_transforms)
         if wrong:

@@ -367,9 +367,7 @@ def _poolings(
 
 
 def _reachable(
-    node: fx.Node,
-    neighbors: Callable[[fx.Node], Iterable[fx.Node]],
-    without: fx.Node | None = None,
+    node: fx.Node, neighbors: Callable[[fx.Node], Iterable[fx.Node]], without: fx.Node | None = None
 ) -> set[fx.Node]:
     """Return the nodes that are reachable from a node on paths that avoid another node."""
     reached, waiting = set[fx.Node](), [node]

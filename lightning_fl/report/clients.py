@@ -176,7 +176,7 @@ def _color(outcome: str) -> int:
 
 
 def clients(run: Run) -> Section:
-    """Show the accuracy of the last round's models for each client, and what happened to it."""
+    """Show the accuracy of the models for each client, and what happened to it."""
     samples, scores = client_scores(run)
     curves = {name: run.outcomes.curves(name) for name in ("loss", "score")}
     text = []
@@ -229,7 +229,7 @@ def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]], run: Run)
     shade = (0.5, max(1, max(map(len, scores.values())) // 10) + 0.5)
     ylabel, caption = f"{client_metric(run)} on {samples}", "worst first (gray: worst tenth)"
     panels: list[Panel] = [Lines(ylabel, ranked, f"clients, {caption}", shade=shade)]
-    caption = f"The {client_metric(run)} of the last round's models on each client's {samples}"
+    caption = f"The {client_metric(run)} of the models on each client's {samples}"
     if len({x for line in by_size for x in line.x}) > 1:
         panels.append(Lines(ylabel, by_size, "training samples of the client", joined=False))
         caption += ", ascending and by number of training samples"

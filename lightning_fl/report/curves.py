@@ -78,7 +78,8 @@ def picture(
 def progress(groups: Sequence[Group]) -> Section:
     """Draw accuracy and loss over rounds, and the metric of the page if it is neither."""
     title = "Accuracy and loss"
-    names, metric = _columns(groups), groups[0].runs[0].metric
+    metric = groups[0].runs[0].metric
+    names = sorted(_columns(groups), key=lambda name: name != metric)
     accuracies = [name for name in names if "acc" in name]
     losses = [name for name in names if "loss" in name and "acc" not in name]
     others = [metric] if metric and metric not in (*accuracies, *losses) else []
@@ -88,8 +89,9 @@ def progress(groups: Sequence[Group]) -> Section:
         return Section(title, ["The module logged neither accuracy nor loss."])
     caption = "val_: the global model on held-out samples. train_: the clients' models in training."
     caption += " Gaps are non-finite values."
-    panels = dict(list(panels.items())[:6])
-    return Section(title, (), [picture("accuracy", caption, panels, groups)])
+    left_out = [*accuracies[6:], *losses[6:]]
+    text = [f"Not drawn: {listed(left_out, 20)}."] if left_out else []
+    return Section(title, text, [picture("accuracy", caption, panels, groups)])
 
 
 def cost(groups: Sequence[Group]) -> Section | None:

@@ -27,15 +27,12 @@ from lightning_fl.report.words import counted, listed, number, plus_minus
 INTERVAL = "95 % confidence interval of the mean by Student's t distribution"
 
 
-def about_groups(
-    groups: Sequence[Group], title: str | None = None, left_out: Sequence[str] = ()
-) -> Report:
+def about_groups(groups: Sequence[Group], title: str | None = None) -> Report:
     """Return the page on several runs.
 
     Args:
         groups: Groups of runs.
         title: Title of the page; None derives it from the number of runs.
-        left_out: Warnings about runs that were skipped.
     """
     compared = Comparison(groups)
     groups, runs = compared.groups, compared.runs
@@ -61,7 +58,7 @@ def about_groups(
         [lead, words.SEPARATOR.join(common), *_best(compared)],
         [],
         [section for section in sections if section is not None],
-        [*left_out, *_mixed(groups), *(text for run in runs for text in summary.warnings(run))],
+        [*_mixed(groups), *(text for run in runs for text in summary.warnings(run))],
         compared.alarms,
     )
 
@@ -175,7 +172,7 @@ def _clients(groups: Sequence[Group]) -> Section | None:
             panels.setdefault(label, []).append(mean_line(each.name, points))
     if not panels:
         return None
-    caption = "Scores of the last round's model on each client's samples, in ascending order."
+    caption = "Scores of the model on each client's samples, in ascending order."
     across = dict.fromkeys(panels, "clients, worst first (%)")
     return Section("Clients", (), [picture("clients", caption, panels, groups, across)])
 

@@ -93,11 +93,13 @@ def headline(runs: Sequence[Run]) -> tuple[str | None, str]:
 
 
 def final_and_best(run: Run) -> tuple[float, float, int] | None:
-    """Return the last and best values of the metric and the best round; None without values."""
-    column = run.column(run.metric or "")
-    points = [(value, at) for at, value in column if math.isfinite(value)]
-    if not points:
+    """Return the last and best values of the metric and the best round; None without values.
+
+    The best value is NaN if none is finite.
+    """
+    if not (column := run.column(run.metric or "")):
         return None
+    points = [(value, at) for at, value in column if math.isfinite(value)] or [(math.nan, 0.0)]
     value, at = (max if run.mode == "max" else min)(points, key=itemgetter(0))
     return column[-1][1], value, int(at)
 
@@ -105,6 +107,8 @@ def final_and_best(run: Run) -> tuple[float, float, int] | None:
 def client_scores(run: Run) -> tuple[str, dict[str, list[Row]]]:
     """Return the name of the evaluation samples, and the rows of clients by kind."""
     table, samples = [row for row in run.clients if "unseen" not in row], "own test samples"
+    if table and (at := table[0].get("round", run.rounds)) != run.rounds:
+        samples += f" after round {number(at)}"  # the run has gone on
     if not table:
         table = [{**r, "server": r["train_acc"]} for r in run.participation if "train_acc" in r]
         samples = "own training samples"
@@ -225,7 +229,8 @@ def key_figures(run: Run) -> Iterator[tuple[str, str]]:
         at = int(run.column(run.metric or "")[-1][0])
         where = "" if at == run.rounds else f" (round {at})"
         yield f"final {run.metric}{where}", number(judged[0])
-        yield f"best {run.metric} (round {judged[2]})", number(judged[1])
+        if judged[2]:
+            yield f"best {run.metric} (round {judged[2]})", number(judged[1])
     for name, value in run.test.get("metrics", {}).items():
         yield f"{name} of {run.test['checkpoint']}", number(value)
     samples, scores = client_scores(run)

@@ -69,16 +69,19 @@ def report(
 
     Raises:
         FederationError: If there is no run, a run is in two groups, its table of rounds cannot be
-            read, no run has the metric or a column, there is a mode without a metric, or a file
-            cannot be written.
+            read, no run has the metric or a column, an option has no effect, or a file cannot be
+            written.
     """
+    if latex is None and (columns or percent):
+        raise FederationError("columns and percent are for the table in LaTeX: set latex, too")
     found, left_out = _folders(runs if isinstance(runs, Mapping) else {"": runs})
     first, *others = (folder for folders in found.values() for folder in folders)
     path = Path(output or ("report.html" if others else first / "report.html"))
     is_page = path.suffix == ".html"
     check_that("output", str(path), is_page, "a file name that ends in .html")
     groups = _judged(found, metric, mode)
-    page = about_groups(groups, title, left_out) if others else about_run(groups[0].runs[0], title)
+    page = about_groups(groups, title) if others else about_run(groups[0].runs[0], title)
+    page = replace(page, warnings=[*left_out, *page.warnings])
     table = "" if latex is None else table_of(Comparison(groups), columns, percent)
     with error_context(f"{path} could not be written, choose another output", OSError):
         write_atomically(path, html(page).encode(errors="replace"))

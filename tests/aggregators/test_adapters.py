@@ -36,8 +36,7 @@ def run(fit, data):
 
 
 @pytest.mark.parametrize(
-    ("rule", "optimizer"),
-    [(FlexLoRA, make) for make in OPTIMIZERS] + [(ZeroPadding, None)],
+    ("rule", "optimizer"), [(FlexLoRA, make) for make in OPTIMIZERS] + [(ZeroPadding, None)]
 )
 def test_what_is_beyond_a_clients_rank_is_zero_before_and_after_training(run, rule, optimizer):
     module, _ = run(rule(RANKS), Adapted(optimizer=optimizer), rounds=2)

@@ -34,10 +34,7 @@ def run(rule, rounds, **options):
 
 @pytest.mark.parametrize(
     ("options", "models"),
-    [
-        ({}, [[12, 23], [8, 17]]),
-        ({"weighting": "uniform"}, [[12, 22], [8, 17]]),
-    ],
+    [({}, [[12, 23], [8, 17]]), ({"weighting": "uniform"}, [[12, 22], [8, 17]])],
 )
 def test_a_split_by_hand(options, models):
     """By samples the means of the parts are (2, 3) and (-2, -3), of all (0, 0).

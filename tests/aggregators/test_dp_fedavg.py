@@ -116,8 +116,7 @@ def test_the_count_is_noisy_and_updates_pay_for_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "drawn"),
-    [(PoissonSampler(), "poisson"), (UniformSampler(), "fixed")],
+    ("sampler", "drawn"), [(PoissonSampler(), "poisson"), (UniformSampler(), "fixed")]
 )
 def test_epsilon_in_the_table_is_the_accountants(simulate, sampler, drawn):
     rule = DPFedAvg(noise_multiplier=2.0, delta=1e-3)

@@ -107,8 +107,7 @@ def test_module_without_losses_is_refused(fit, foreign, make):
 
 
 @pytest.mark.parametrize(
-    "make",
-    [partial(AFL, mode="sampling"), DPFedAvg, FedBuff, partial(PFNM, **MATCHED)],
+    "make", [partial(AFL, mode="sampling"), DPFedAvg, FedBuff, partial(PFNM, **MATCHED)]
 )
 def test_rule_that_cannot_be_a_stage_is_refused(fit, make):
     stage = make()

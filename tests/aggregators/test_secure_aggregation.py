@@ -201,10 +201,7 @@ def test_an_empty_round_keeps_the_model():
 # --- refusals -------------------------------------------------------------------------------------
 
 #: Options of the rules that need some.
-OPTIONS = {
-    "Gossip": ["ring"],
-    "Staged": [[1], [FedAvg(), FedAvg()]],
-}
+OPTIONS = {"Gossip": ["ring"], "Staged": [[1], [FedAvg(), FedAvg()]]}
 #: Rules that need sums only.
 OF_SUMS = {
     *("FedAvg", "FedOpt", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "FedNova", "FedCM"),

@@ -2,18 +2,15 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from lightning_fl.callbacks.config import RunConfig
 
 
-@pytest.mark.parametrize("resumed", [True, False])
-def test_a_configuration_that_is_a_link_is_replaced_and_not_followed(tmp_path, resumed):
+def test_a_configuration_that_is_a_link_is_replaced_and_not_followed(tmp_path):
     target, folder = tmp_path / "target", tmp_path / "run"
     target.write_text("a: 1\n")
     folder.mkdir()
     (folder / "config.yaml").symlink_to(target)
-    RunConfig("a: 2\n", folder, resumed).on_train_start(SimpleNamespace(is_global_zero=True), None)
+    RunConfig("a: 2\n", folder).on_train_start(SimpleNamespace(is_global_zero=True), None)
     assert target.read_text() == "a: 1\n"
     assert not (folder / "config.yaml").is_symlink()
     assert (folder / "config.yaml").read_text() == "a: 2\n"

@@ -733,10 +733,7 @@ def test_a_loader_instead_of_a_federation_is_refused(foreign, trainer, blobs):
         ({"sampler": Only([1, 4]), "clients_per_round": 2}, "distinct clients from 0 to 3"),
         ({"policy": Schedule}, "policy must be an instance of HyperparameterPolicy, got <class"),
         ({"update_transforms": ["TopK"]}, "each of update_transforms must be an instance of Upd"),
-        (
-            {"local_parameters": "net.*"},
-            "local_parameters must be a list of patterns, got 'net",
-        ),
+        ({"local_parameters": "net.*"}, "local_parameters must be a list of patterns, got 'net"),
         ({"aggregator": Forgetful()}, r"Forgetful\.compute\(\) must be a tensor, got None"),
     ],
 )

@@ -130,10 +130,7 @@ def test_files_in_torchvisions_layout_are_read(tmp_path, kind):
     LAYOUTS[kind](tmp_path)
     data = loaded(kind, str(tmp_path), num_clients=2, val_size=10)
     shape = (3, 32, 32) if kind is CIFAR10 else (1, 28, 28)
-    for samples, first, count in (
-        (data.train, 0, N_TRAIN),
-        (data.test, 100, N_TEST),
-    ):
+    for samples, first, count in ((data.train, 0, N_TRAIN), (data.test, 100, N_TEST)):
         images, labels = samples.tensors
         assert (images.shape, images.dtype) == ((count, *shape), torch.uint8)
         assert images[:, 0, 0, 0].tolist() == list(range(first, first + count))

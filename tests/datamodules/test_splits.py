@@ -245,13 +245,7 @@ class Column:
         return self.values
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [
-        Column([1, 1, 1, 0, 0, 0]),
-        np.array([0, 0, 0, 1, 1, 1])[::-1],
-    ],
-)
+@pytest.mark.parametrize("labels", [Column([1, 1, 1, 0, 0, 0]), np.array([0, 0, 0, 1, 1, 1])[::-1]])
 def test_labels_may_be_any_column_of_numbers(labels):
     for train, options in ((having(targets=labels), {}), (having(), {"labels": labels})):
         data = federated(train, partition=ByLabel(), num_clients=2, val_size=0, **options)

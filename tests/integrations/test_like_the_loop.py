@@ -15,7 +15,7 @@ from lightning_fl.aggregators import FedAvg, FedDyn, FedNova, FlexLoRA, Scaffold
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import Kept
 from lightning_fl.integrations.server import RemoteServer
-from lightning_fl.objectives import Proximal
+from lightning_fl.objectives import MOON, FedProto, Proximal
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import Phase
@@ -73,6 +73,18 @@ QUICK = ("hyperparameters of clients", "kept momentum", "error feedback")
 def test_the_global_model_is_that_of_the_loop(tmp_path, name):
     make, rule, options = CASES[name]
     compare(tmp_path, make, rule, **options)
+
+
+@pytest.mark.parametrize("term", [MOON, FedProto])
+def test_a_server_needs_an_example_for_terms_that_record_activations(tmp_path, term):
+    def make():
+        module = linear(term())
+        module.example_input_array = torch.zeros(1, 4)
+        return module
+
+    compare(tmp_path, make, FedAvg(normalization="round"))
+    with pytest.raises(FederationError, match="does not have: set example_input_array of the"):
+        federation(lambda: linear(term()))
 
 
 # --- rules ----------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ def test_its_state_is_saved_and_loaded(make, tmp_path):
     policy, again = learned(make()), make()
     torch.save(policy.state_dict(), tmp_path / "policy.pt")
     again.load_state_dict(torch.load(tmp_path / "policy.pt", weights_only=True))
+    assert policy.metrics() == again.metrics()
     assert same(policy.sample(3, COHORTS[1]), again.sample(3, COHORTS[1]))
     learned(policy), learned(again)
     assert same(policy.sample(6, COHORTS[1]), again.sample(6, COHORTS[1]))

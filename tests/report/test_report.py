@@ -203,6 +203,7 @@ def test_numbers_that_are_not_finite_are_gaps(folder):
     )
     page = about_run(read_run(folder(rounds__csv=rounds)))
     Page(html(page))
+    assert page.figures[:2] == [("rounds", "5 of 4"), ("final val_acc", "not finite")]
     rounds += "6,2,0.5,1e-9\n7,2,0.5,1e29\n"
     page = about_run(read_run(folder("b/version_0", rounds__csv=rounds)))
     assert ("best val_acc (round 6)", "0.5") in page.figures
@@ -222,10 +223,11 @@ def test_the_metric_of_clients_has_its_name(folder):
 
 
 def test_scores_on_test_samples_go_first(folder):
-    clients = "client,train_samples,test_samples,server,personal\n0,3,1,0.5,1.0\n1,2,3,0.25,1.0\n"
+    clients = "client,round,train_samples,test_samples,server,personal\n"
+    clients += "0,2,3,1,0.5,1.0\n1,2,2,3,0.25,1.0\n"  # the run has gone on for two rounds
     page = about_run(read_run(folder(clients__csv=clients)))
     (section,) = (s for s in page.sections if s.title == "Clients")
-    assert section.pictures[0].panels[0].ylabel == "accuracy on own test samples"
+    assert section.pictures[0].panels[0].ylabel == "accuracy on own test samples after round 2"
     summary, by_client = section.tables
     # Weighted by test samples: (0.5 + 3 * 0.25) / 4.
     assert summary.rows[0] == ["server", "0.375", "0.3125", "0.125", "0.375", "0.25", "0.25"]
@@ -291,6 +293,9 @@ def test_runs_are_judged_by_the_metric_that_is_asked_for(folder, tmp_path):
     assert "final val_acc" not in both
     panels = progress([Group("a", [replace(read_run(runs[0]), metric="own_score")])]).pictures[0]
     assert [panel.ylabel for panel in panels.panels] == ["own_score", "accuracy"]
+    many = "round," + ",".join(f"acc_{i}" for i in range(8)) + "\n1,0,1,2,3,4,5,6,7\n"
+    run = replace(read_run(folder("many", rounds__csv=many)), metric="acc_7")
+    assert progress([Group("a", [run])]).text == ["Not drawn: acc_5, acc_6."]
     with pytest.raises(FederationError, match=r"metric must be round, clients, .*, got 'f1'"):
         text(runs, metric="f1")
     with pytest.raises(FederationError, match="mode=min is for a metric: set metric, too"):
@@ -384,8 +389,7 @@ def test_runs_that_have_nothing_in_common_can_be_compared(folder, config):
         folder("b/version_0", participation__csv=None, environment__json=None),
         folder("c/version_0", rounds__csv="round\n1\n", config__yaml=config(model=3)),
     ]
-    page = about_groups(group([read_run(path) for path in paths]), left_out=["x: no round"])
-    assert "x: no round" in Page(html(page)).text
+    Page(html(about_groups(group([read_run(path) for path in paths]))))
 
 
 def test_seeds_and_clients_are_names_and_what_nobody_logged_has_no_column(folder):
@@ -409,6 +413,9 @@ def test_no_runs_and_a_place_that_cannot_be_written_to_are_errors(folder, tmp_pa
         report([])
     with pytest.raises(FederationError, match=r"ends in \.html, got"):
         report(folder("a/version_0"), tmp_path / "report.txt")
+    (tmp_path / "a" / "version_1").mkdir()
+    text = report(tmp_path / "a", tmp_path / "page.html").read_text()
+    assert "a/version_1: no round is completed" in text
     (tmp_path / "file").write_text("")
     with pytest.raises(FederationError, match="could not be written"):
         report(folder(), tmp_path / "file" / "report.html")
@@ -424,6 +431,7 @@ def test_privacy_and_backdoors_are_key_figures(folder):
     assert found["success of the backdoor"] == "25 %"
     found = figures("round,clients,epsilon,delta\n1,2,inf,0.001\n", "b")
     assert found["client-level epsilon with delta 0.001"] == "no noise, no privacy"
+    assert "epsilon" not in str(figures("round,clients,epsilon\n1,2,3\n", "c"))  # of a module
 
 
 @pytest.fixture
@@ -730,6 +738,8 @@ def test_the_best_mean_of_a_table_in_latex_is_bold_if_the_seeds_separate_it(seed
         FederationError, match=r"each of columns must be final val_acc, .*, got 'f1'"
     ):
         report(far, tmp_path / "page.html", latex=path, columns=["f1"])
+    with pytest.raises(FederationError, match="columns and percent are for the table in LaTeX"):
+        report(far, tmp_path / "page.html", percent=True)
 
 
 def test_cells_that_a_spreadsheet_would_compute_are_text(seeds):

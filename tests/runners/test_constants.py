@@ -75,11 +75,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize(
     "tensor",
-    [
-        torch.randn(3, 5).half(),
-        torch.randn(5, 3).T,
-        torch.randn(9)[1:],
-    ],
+    [torch.randn(3, 5).half(), torch.randn(5, 3).T, torch.randn(9)[1:]],
     ids=["half", "transposed", "offset"],
 )
 def test_every_change_of_a_constant_is_noticed(tensor, change):

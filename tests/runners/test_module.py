@@ -323,8 +323,7 @@ def test_compiled_steps_do_not_change_results(agree, client, tiny, ragged, kind)
 
 @pytest.mark.filterwarnings("ignore:.*dropped")
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("tiny", {}), ("client", {"gradient_clip_val": 0.5}), ("keep", {})],
+    ("kind", "options"), [("tiny", {}), ("client", {"gradient_clip_val": 0.5}), ("keep", {})]
 )
 def test_a_client_that_diverges_touches_nobody_else(agree, tiny, client, ragged, kind, options):
     def broken():

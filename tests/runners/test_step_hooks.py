@@ -35,8 +35,7 @@ def test_hooks_of_a_round_are_called_in_order(train, tiny):
 
 
 @pytest.mark.parametrize(
-    "hook",
-    ["on_train_batch_start", "on_before_optimizer_step", "on_after_backward"],
+    "hook", ["on_train_batch_start", "on_before_optimizer_step", "on_after_backward"]
 )
 def test_a_module_with_a_hook_for_each_step_is_not_vectorized(train, tiny, flat, hook):
     calls = []
