@@ -21,6 +21,8 @@ from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.transforms import UpdateTransform
 
 #: Options that are rules, and their base classes.
+#:
+#: :meta hide-value:
 RULES = {"aggregator": Aggregator, "policy": HyperparameterPolicy, "sampler": ClientSampler}
 
 
