@@ -147,6 +147,9 @@ class IFCA(Aggregator):
         """Add the moves from the models of the clusters."""
         self.require_extras(clients, cluster=())
         chosen = clients.extras["cluster"].long()
+        if not (clients.extras["cluster"] == chosen.clamp(0, self.clusters - 1)).all():
+            own = f"clients chose the clusters {chosen.tolist()} of {self.clusters}"
+            raise FederationError(f"{own}: use the same rule on both sides")
         received = self.models_for(clients.clients).double()
         moves = clients.delta.double() + (received - self.models[chosen].double())
         weights = clients.num_samples.to(moves)

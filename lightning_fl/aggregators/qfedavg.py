@@ -69,7 +69,6 @@ class QFedAvg(Aggregator):
     curvature: VectorSum
     moments: VectorSum
     largest: Tensor
-    smallest: Tensor
     scale: Tensor
 
     def __init__(self, q: float = 1.0) -> None:
@@ -96,7 +95,6 @@ class QFedAvg(Aggregator):
         self.add_sum("moments", 3)
         infinite = torch.full((1,), math.inf, dtype=torch.float64, device=server.device)
         self.add_state("largest", -infinite, dist_reduce_fx="max")
-        self.add_state("smallest", infinite, dist_reduce_fx="min")
         #: Largest loss of the last round. It divides losses, so that their powers do not overflow.
         self.register_buffer("scale", torch.ones_like(server[:1]).double())
 
@@ -109,6 +107,11 @@ class QFedAvg(Aggregator):
             )
         self.require_extras(clients, loss_before=())
         losses = clients.extras["loss_before"].to(self.scale)
+        if (least := float(losses.min())) < 0:
+            raise FederationError(
+                f"{type(self).__name__} requires losses of at least 0, and a client has the loss"
+                f" {least:g}: use a loss that is not negative"
+            )
         ratio = self._lr / clients.lr.to(self.scale)
         if not ratio.isfinite().all():
             raise FederationError(
@@ -125,7 +128,6 @@ class QFedAvg(Aggregator):
         add_rows(self.curvature, (slopes * squares + ratio * weights)[:, None])
         add_rows(self.moments, torch.stack([torch.ones_like(losses), losses, losses**2], 1))
         self.largest = torch.maximum(self.largest, losses.max())
-        self.smallest = torch.minimum(self.smallest, losses.min())
 
     def compute(self) -> Tensor:
         """Return the next model, unchanged if no client returned."""
@@ -133,7 +135,7 @@ class QFedAvg(Aggregator):
         if not count:
             return self.server
         largest, curvature = float(self.largest), sum_value(self.curvature)
-        self._check(float(self.smallest), largest, curvature)
+        self._check(largest, curvature)
         mean = total / count
         variance = max(squares / count - mean**2, 0.0)
         self.round_metrics = {"loss_mean": mean, "loss_variance": variance, "loss_max": largest}
@@ -144,18 +146,12 @@ class QFedAvg(Aggregator):
             move[self.num_parameters :] /= count
         return (self.server + move).to(self.server.dtype)
 
-    def _check(self, smallest: float, largest: float, curvature: Tensor) -> None:
-        """Refuse losses of which the weights are undefined or not in the range of float64."""
-        name = type(self).__name__
-        if smallest < 0:
-            raise FederationError(
-                f"{name} requires losses of at least 0, and a client has the loss {smallest:g}: use"
-                " a loss that is not negative"
-            )
+    def _check(self, largest: float, curvature: Tensor) -> None:
+        """Refuse losses of which the weights are not in the range of float64."""
         exponent = self.q * math.log(max(largest, 1e-10) / float(self.scale))
         if exponent > LARGEST or not curvature > 0 or not curvature.isfinite():
             raise FederationError(
-                f"{name}(q={self.q}) exceeds the range of float64 with losses from {smallest:g} to"
+                f"{type(self).__name__}(q={self.q}) exceeds the range of float64 with losses up to"
                 f" {largest:g}: decrease q"
             )
 

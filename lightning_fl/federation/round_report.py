@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.contracts.feedback import Feedback
@@ -36,6 +37,11 @@ def feedback(
         return weights * measure(fit.runner, round.updates, plan.clients, plan.round)
 
     wanted = fit.policy.learns_from
+    if "client_losses" in wanted and weights.any() and losses.isnan().all():
+        rank_zero_warn(
+            f"{type(fit.policy).__name__} learns from the losses of clients, and there is none:"
+            " return the loss in training_step"
+        )
     return Feedback(
         plan,
         before,

@@ -17,7 +17,7 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.contracts.client_part import ClientPart
 from lightning_fl.contracts.context import Federation
 from lightning_fl.contracts.plan import Cohort, RoundPlan
-from lightning_fl.contracts.update import ClientUpdate
+from lightning_fl.contracts.update import ClientUpdate, ServerState
 from lightning_fl.datamodules import FederatedDataModule, FromClients
 from lightning_fl.errors import FederationError
 from lightning_fl.federation.checkpoints import load_unsaved
@@ -35,6 +35,8 @@ from lightning_fl.samplers import ClientSampler
 
 #: Options of a ``FederatedLoop`` that a client needs.
 OF_CLIENT = ("optimizer_state", "buffers", "update_transforms", "local_parameters", "phases")
+#: Options of the Trainer that say when a fit ends, and what else it does.
+NOT_OF_CLIENT = {"callbacks", "fast_dev_run", "max_epochs", "max_time", "min_epochs"}
 
 
 class RemoteClient:
@@ -76,7 +78,7 @@ class RemoteClient:
         of_loop |= {} if aggregator is None else {"aggregator": aggregator}
         self.rule = RunOptions(policy=policy, **of_loop).aggregator
         self.module, self.trainer = module, dict(trainer or {})
-        if taken := sorted(self.trainer.keys() & {"callbacks", "fast_dev_run", "max_epochs"}):
+        if taken := sorted(self.trainer.keys() & NOT_OF_CLIENT):
             raise FederationError(
                 f"the Trainer of a remote client cannot have {taken[0]}: the server says what it"
                 " trains"
@@ -151,6 +153,7 @@ class RemoteClient:
         server.at_round(made, task.round)
         with quiet(server.LOG):
             made.fit(self.module, datamodule=self.data)
+        loop.check_end()
         results, sent = loop.results, rule.sent
         delta, extras = (torch.empty(0), {}) if sent is None else (sent.delta[0], sent.extras)
         loss, dropped = results.losses.get(at, math.nan), results.dropped.get(at, "")
@@ -294,6 +297,8 @@ class OneClient(FederatedLoop):
         )
         self.table_name = None
         self._task = task
+        #: Global models before and after the hooks at the start of the round, and at its end.
+        self._models: tuple[ServerState, ...] = ()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the model of the server into the module, which may have created its layers now.
@@ -324,11 +329,27 @@ class OneClient(FederatedLoop):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the results, and end the round and the fit."""
-        self.results = self._current.results
+        round, self.results = self._current, self._current.results
         super().on_train_epoch_end(trainer, pl_module)
+        self._models = round.before, round.server, self.runner.read()
         trainer.should_stop = True
+
+    def check_end(self) -> None:
+        """Refuse a module that has ended the fit early, or that has changed the global model."""
+        module = type(self.runner.module).__name__
+        if not self._models or self._task.client not in self.results.rates:
+            raise FederationError(
+                f"{module} has stopped the fit before this client trained: stop the server instead"
+            )
+        sent, started, ended = self._models
+        pairs = [*zip(sent, started, strict=True), *zip(ended, self.runner.read(), strict=True)]
+        if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs):
+            raise FederationError(
+                f"{module} changes the model in hooks of an epoch or of the end of a fit, which the"
+                " server cannot: change it in training_step, or use FederatedLoop"
+            )
 
     def _load(self, module: LightningModule) -> None:
         own = module.state_dict() if self._task.frozen else {}
-        module.load_state_dict({**own, **self._task.model})
+        module.load_state_dict({**own, **self._task.model}, strict=module.strict_loading)
         load_unsaved(module, self._task.unsaved)

@@ -20,6 +20,7 @@ from lightning_fl.errors import FederationError
 from lightning_fl.hooks import TRANSFER_HOOKS, overrides
 from lightning_fl.integrations.client import OF_CLIENT, RemoteClient
 from lightning_fl.integrations.server import OF_SERVER, RemoteServer
+from lightning_fl.objectives import ClientModule
 
 #: Options of the Trainer that the local training of a client depends on.
 TRAINING = (
@@ -81,9 +82,8 @@ class Configuration:
         """
         options = self.loop.options
         known = {**vars(options), "phases": options.phases}
-        chosen = {name: known[name] for name in OF_CLIENT}
-        if chosen["buffers"] is None:
-            del chosen["buffers"]  # the server warns
+        # Where buffers are None, the server warns.
+        chosen = {name: known[name] for name in OF_CLIENT if known[name] is not None}
         if data is None:
             data = self.data
         elif not isinstance(data, FederatedDataModule):
@@ -144,6 +144,7 @@ def write_flower_app(found: Configuration, source: Path, output: str | Path) -> 
     found.client()
     own = dict(_own_modules())
     num_clients = len(found.data.num_samples)
+    x = found.data.example()[0] if isinstance(found.module, ClientModule) else None
     about = {
         "source": source.name,
         "name": re.sub(r"[^a-z0-9]+", "-", source.stem.lower()).strip("-") or "federation",
@@ -153,6 +154,7 @@ def write_flower_app(found: Configuration, source: Path, output: str | Path) -> 
         "num_rounds": found.num_rounds,
         "num_clients": num_clients,
         "last": num_clients - 1,
+        "example": "None" if x is None else f"torch.zeros({[*x.shape]}, dtype={x.dtype})",
     }
     texts = {
         path.stem: path.read_text(encoding="utf-8").format(**about)

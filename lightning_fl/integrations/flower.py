@@ -215,8 +215,7 @@ class FederationStrategy(Strategy):
             )
             rank_zero_warn(failure)
         self._is_proven |= bool(found)
-        has_none = self._training and not found
-        if has_none and (not self._is_proven or late == self._training):
+        if self._training and not found and (not self._is_proven or late == self._training):
             raise FederationError(f"all clients have failed. {failure}")
         metrics = self.server.finish(found)
         known = {name: value for name, value in metrics.items() if math.isfinite(value)}

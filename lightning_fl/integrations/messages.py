@@ -25,8 +25,8 @@ REAL = {torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.
 REAL |= {torch.float32, torch.float64}
 #: Numbers of samples and clients are smaller.
 MOST = 2**40
-#: A client's mean learning rate is at most so many times the one that it was sent: warm-ups and
-#: hooks of a module change it, and rules multiply with it.
+#: A client's mean learning rate is at most so many times the one that it was sent, or 1: warm-ups
+#: and hooks of a module change it, and rules multiply with it.
 MOST_LR = 1000
 
 
@@ -213,7 +213,7 @@ class Reply(Packable):
             return f"it sent an earlier reply, or that of client {self.client}"
         if self.num_samples != ids[2]:
             return f"it trained {self.num_samples} samples, and had {ids[2]} before"
-        if not 0 <= self.lr <= MOST_LR * lr:
+        if not 0 <= self.lr <= MOST_LR * max(lr, 1):
             return f"it trained with the learning rate {self.lr:g}, and was sent {lr:g}"
         for own, known in ((self.delta, start.vector), (self.counters, start.counters)):
             if (own.shape, own.layout, own.dtype) != (known.shape, known.layout, known.dtype):
@@ -266,28 +266,28 @@ class Members:
         try:
             said = Hello.unpack(message, {})
             check_version(said.version, f"client {said.client}", "the server")
-            if problem := self._problem(sender, said):
-                raise FederationError(problem)
+            self._check(sender, said)
             self.clients[sender], self.declared[said.client] = said.client, said
         except FederationError as error:
             self.refuse(sender, error)
 
-    def _problem(self, sender: Any, said: Hello) -> str:
-        """Return why a sender cannot be the client that it says; empty if it can."""
+    def _check(self, sender: Any, said: Hello) -> None:
+        """Refuse a sender that cannot be the client that it says."""
         client, samples, batches = said.client, said.num_samples, said.batches_per_epoch
         most = self.num_clients or MOST
         if not 0 <= client < most:
-            return f"it is client {client}, and there are {most} clients: number them from 0"
+            others = f"there are {most} clients: number them from 0"
+            raise FederationError(f"it is client {client}, and {others}")
         if not 1 <= batches <= samples < MOST:
-            return f"client {client} has {samples} samples in {batches} batches"
+            raise FederationError(f"client {client} has {samples} samples in {batches} batches")
         for owner, other in self.clients.items():
             if (owner == sender) != (other == client):
                 remedy = f"give each {self.sender} another number"
-                return f"client {client} is {self.name(owner)}, which came first: {remedy}"
+                first = f"client {client} is {self.name(owner)}, which came first"
+                raise FederationError(f"{first}: {remedy}")
         if self.is_begun and said != self.declared.get(client):
             remedy = "to use them, stop the run and resume it"
-            return f"client {client} has come back with other samples: {remedy}"
-        return ""
+            raise FederationError(f"client {client} has come back with other samples: {remedy}")
 
     def refuse(self, sender: Any, why: object) -> None:
         """Note why a sender is not used, with a warning."""

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_fl.aggregators import Aggregator
+from lightning_fl.aggregators import Aggregator, Staged
 from lightning_fl.errors import FederationError
 from lightning_fl.extras import imported
 from lightning_fl.integrations.client import RemoteClient
@@ -73,13 +73,13 @@ class FederationAggregator(ModelAggregator):
         super().__init__()
         self.checkpoint = checkpoint
         self._server = server = self.server()
-        rule = type(server.aggregator)
-        if rule.models_for is not Aggregator.models_for:
-            raise FederationError(
-                f"{rule.__name__} starts clients from models of their own, and the FedAvg"
-                " controller of NVFlare sends one model to all: use FederatedLoop or"
-                " lightning_fl.integrations.flower, or another rule"
-            )
+        for rule in {*map(type, server.aggregator.modules())} - {Staged}:  # which passes on
+            if issubclass(rule, Aggregator) and rule.models_for is not Aggregator.models_for:
+                raise FederationError(
+                    f"{rule.__name__} starts clients from models of their own, and the FedAvg"
+                    " controller of NVFlare sends one model to all: use FederatedLoop or"
+                    " lightning_fl.integrations.flower, or another rule"
+                )
         if not server.send_frozen:
             raise FederationError(
                 "NVFlare keeps and sends the whole model: set send_frozen=True of RemoteServer"
@@ -90,7 +90,7 @@ class FederationAggregator(ModelAggregator):
         self._rounds: set[int] = set()
         self._num_rounds, self._sends_arrays = 0, False
         #: Id of the updates of this round.
-        self._update = 0
+        self._update = -1
 
     @abstractmethod
     def server(self) -> RemoteServer:
@@ -154,7 +154,7 @@ class FederationAggregator(ModelAggregator):
         weights = {name: torch.as_tensor(value) for name, value in initial.items()}
         (rounds,), server = self._rounds, self._server
         self._num_rounds = rounds - 1  # without this one
-        server.begin(*members.work(), self._num_rounds, weights, self.checkpoint)
+        server.begin(*members.work(), self._num_rounds, weights or None, self.checkpoint)
         if server.round:
             rank_zero_info(f"resuming after round {server.round} from {self.checkpoint}")
 

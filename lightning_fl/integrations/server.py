@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -152,11 +151,13 @@ class RemoteServer(FederatedLoop):
             warnings.filterwarnings("ignore", "You defined a `val_dataloader`")
             trainer.fit(self.module, datamodule=data, ckpt_path=resumed)
         if initial is not None and resumed is None:
-            self.module.load_state_dict(initial)
+            self.module.load_state_dict(initial, strict=self.module.strict_loading)
         self.fit.catch_up()
         self._run_state.note(self.fit)
         frozen = self.runner.constants.parameters
-        self._left_out = set() if self.send_frozen else set(frozen)
+        # With strict_loading=False, the state_dict may leave out some, too.
+        sent = self.module.state_dict().keys() if self.send_frozen else set[str]()
+        self._left_out = frozen.keys() - sent
         self._frozen = digest(frozen) if self._left_out else ""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -285,12 +286,8 @@ class RemoteServer(FederatedLoop):
             round.results.dropped[client] = cause if cause in CAUSES else "dropped_out"
             return
         ids = client, self._exchange.update, int(fit.planner.num_samples[client])
-        needs_loss = "client_losses" in self.policy.learns_from
         try:
-            problem = reply.problem(ids, fit.lr(round.plan, step.rows[0]), round.server)
-            if math.isinf(reply.loss) or (needs_loss and math.isnan(reply.loss)):
-                problem = f"it sent the loss {reply.loss}"
-            if problem:
+            if problem := reply.problem(ids, fit.lr(round.plan, step.rows[0]), round.server):
                 raise FederationError(f"{problem}. Use the same module, data and options on both")
             self._exchange.reply = reply
             round.report(step, None)

@@ -114,10 +114,8 @@ class Manifest:
             if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT:
                 raise FederationError(f"format must be {FORMAT!r}")
             entries["clients"] = [[int(i) for i in indices] for indices in entries["clients"]]
-            entries["class_counts"] = [
-                {int(label): int(count) for label, count in row.items()}
-                for row in entries["class_counts"]
-            ]
+            counts = entries["class_counts"]
+            entries["class_counts"] = [{int(k): int(n) for k, n in row.items()} for row in counts]
             manifest = cls(**entries)
             manifest._check()
             return manifest

@@ -89,9 +89,12 @@ def progress(groups: Sequence[Group]) -> Section:
         return Section(title, ["The module logged neither accuracy nor loss."])
     caption = "val_: the global model on held-out samples. train_: the clients' models in training."
     caption += " Gaps are non-finite values."
-    left_out = [*accuracies[6:], *losses[6:]]
-    text = [f"Not drawn: {listed(left_out, 20)}."] if left_out else []
+    text = _not_drawn([*accuracies[6:], *losses[6:]])
     return Section(title, text, [picture("accuracy", caption, panels, groups)])
+
+
+def _not_drawn(names: Sequence[str]) -> list[str]:
+    return [f"Not drawn: {listed(names, 20)}."] if names else []
 
 
 def cost(groups: Sequence[Group]) -> Section | None:
@@ -133,10 +136,8 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
             together = re.fullmatch(r"(.+)_\d+", name) if len(groups) == 1 else None
             panels.setdefault(together[1] if together else name, []).extend(found)
     text = [f"Constant in all rounds: {', '.join(constant)}."] if constant else []
-    if len(panels) > MOST_PANELS:
-        left_out = list(panels)[MOST_PANELS:]
-        text.append(f"Not drawn: {listed(left_out, 20)}.")
-        panels = dict(list(panels.items())[:MOST_PANELS])
+    text += _not_drawn(list(panels)[MOST_PANELS:])
+    panels = dict(list(panels.items())[:MOST_PANELS])
     if not text and not panels:
         return None
     caption = "Values that differ between clients are means over the sampled clients."

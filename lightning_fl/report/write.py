@@ -77,8 +77,7 @@ def report(
     found, left_out = _folders(runs if isinstance(runs, Mapping) else {"": runs})
     first, *others = (folder for folders in found.values() for folder in folders)
     path = Path(output or ("report.html" if others else first / "report.html"))
-    is_page = path.suffix == ".html"
-    check_that("output", str(path), is_page, "a file name that ends in .html")
+    check_that("output", str(path), path.suffix == ".html", "a file name that ends in .html")
     groups = _judged(found, metric, mode)
     page = about_groups(groups, title) if others else about_run(groups[0].runs[0], title)
     page = replace(page, warnings=[*left_out, *page.warnings])

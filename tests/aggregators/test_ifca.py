@@ -1,5 +1,7 @@
 """IFCA: the algorithm written plainly, on two groups of clients, its limits, and refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -13,7 +15,7 @@ from lightning_fl.objectives import Proximal
 from lightning_fl.partition import Natural
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
-from lightning_fl.types import FederationError
+from lightning_fl.types import ClientUpdate, FederationError
 from written_plainly import Lost, Noted, close, module, of_all_samples, trained, vector
 
 
@@ -98,6 +100,15 @@ def test_networks_that_cannot_be_drawn_anew_are_refused(fit):
 
     with pytest.raises(FederationError, match="implement reset_parameters"):
         fit(ClientModule(Fixed()), FederatedLoop(IFCA(2), seed=1), groups(), rounds=1)
+
+
+@pytest.mark.parametrize("cluster", [-1, 0.5, 2])
+def test_a_cluster_that_is_none_is_refused(fit, cluster):
+    rule = IFCA(2)
+    fit(module(), FederatedLoop(rule, seed=1), groups(), rounds=1)
+    update = ClientUpdate(torch.tensor([0]), torch.zeros(1, len(rule.server)), torch.ones(1))
+    with pytest.raises(FederationError, match="of 2: use the same rule on both"):
+        rule.update(replace(update, extras={"cluster": torch.tensor([cluster])}))
 
 
 def test_update_transforms_are_refused(fit):

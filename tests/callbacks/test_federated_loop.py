@@ -291,6 +291,14 @@ def test_rounds_without_a_usable_update_keep_the_model_and_five_in_a_row_warn(fi
     assert len(told) == (rounds > 4)
 
 
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_a_policy_that_learns_from_losses_needs_one(fit, linear):
+    module, policy = linear(), DiscreteGaussianReinforce({"lr": [0.1, 0.2]}, loss="clients")
+    module.training_step = lambda batch, batch_idx: None
+    with pytest.warns(UserWarning, match="learns from the losses of clients, and there is none"):
+        fit(module, FederatedLoop(policy=policy), full_batches(), rounds=1)
+
+
 def test_a_fit_in_one_process_says_how_to_use_the_cores(fit, linear, caplog, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):

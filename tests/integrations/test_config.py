@@ -143,6 +143,7 @@ def test_the_app_has_the_configuration_and_the_modules_that_it_names(config, mon
     assert type(again.loop.options.aggregator).__name__ == "Mine"
     assert again.server().seed == 5
     assert again.trainer["gradient_clip_val"] == 0.5
+    assert "torch.zeros([2, 1, 8, 8], dtype=torch.float32)" in Path("app/server_app.py").read_text()
     for name in ("server_app", "client_app"):
         compile(Path(f"app/{name}.py").read_text(), name, "exec")
 

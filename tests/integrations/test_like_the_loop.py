@@ -199,11 +199,46 @@ class Unfreezes(Net):
         self.net[0].requires_grad_(self.current_epoch >= 2)
 
 
-@pytest.mark.parametrize("make", [Anneals, Unsaved, SetsUp, Configures, Unfreezes])
+class Warms(Net):
+    """Trains with a rate far above that of its optimizer."""
+
+    def __init__(self):
+        Linear.__init__(self, net(), partial(torch.optim.SGD, lr=1e-6))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] = 0.05
+
+
+class Adapts(Net):
+    """Keeps a frozen layer out of its ``state_dict``, which clients have themselves."""
+
+    strict_loading = False
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def state_dict(self, *args, **kwargs):
+        found = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in found.items() if "net.0" not in name}
+
+
+@pytest.mark.parametrize("make", [Anneals, Unsaved, SetsUp, Configures, Unfreezes, Warms, Adapts])
 def test_a_module_with_hooks_and_buffers(tmp_path, make):
     server = compare(tmp_path, make)
     if make is Unsaved:
         assert server.module.mean.abs().sum() > 0
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end", "on_fit_end"])
+def test_a_hook_that_changes_the_global_model_is_refused(hook):
+    def make():
+        module = Net()
+        setattr(module, hook, lambda: module.net[0].bias.data.add_(1))
+        return module
+
+    with pytest.raises(FederationError, match="Net changes the model in hooks of an epoch"):
+        run(*federation(make))
 
 
 def test_a_server_resumes_with_its_unsaved_buffers(tmp_path):

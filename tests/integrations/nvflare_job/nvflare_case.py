@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from lightning_fl import aggregators
 from lightning_fl.aggregators import ClusteredFL, CoordinateMedian, FedAdam, FedAvg, Scaffold
 from lightning_fl.integrations.nvflare import FederationAggregator
 from lightning_fl.integrations.server import RemoteServer
@@ -10,6 +11,7 @@ from lightning_fl.policies import Schedule
 from linear import Linear
 
 RULES = {rule.__name__: rule for rule in (FedAvg, FedAdam, CoordinateMedian, Scaffold, ClusteredFL)}
+RULES["Staged"] = lambda: aggregators.Staged([1], [FedAvg(), FedAdam()])
 
 
 class Net(Linear):
