@@ -123,9 +123,10 @@ class FedProto(Term):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the shape of the prototypes from the state, as it is known in a fit only."""
+        if not state_dict[f"{prefix}weighted"].numel():  # of a module that was not fitted
+            zeros = {prefix + n: torch.zeros_like(p) for n, p in self.named_parameters()}
+            state_dict = {**state_dict, **zeros}
         saved = state_dict[f"{prefix}weighted"]
-        if not saved.numel():  # of a module that was not fitted
-            return
         if saved.shape != self.weighted.shape:
             self._allocate(saved.to(self.weighted))
         super()._load_from_state_dict(state_dict, prefix, *rest)
