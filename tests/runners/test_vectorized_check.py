@@ -200,7 +200,7 @@ def test_an_operation_that_is_wrong_for_other_values_only_is_not_vectorized(trai
         train(made(step=step), 3, rounds=1)
 
 
-@pytest.mark.filterwarnings("ignore:the training of the first client|.*returned `None`")
+@pytest.mark.filterwarnings("ignore:the training of the first client|.*returned `None`|.*is none:")
 @pytest.mark.parametrize(("net", "step", "why"), REFUSED.values(), ids=REFUSED)
 def test_what_trains_one_client_after_another_and_why(train, made, net, step, why):
     options = {} if step is None else {"step": step}
