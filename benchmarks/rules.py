@@ -156,7 +156,8 @@ def picture(name: str, out: Path, seeds: Sequence[int], path: Path) -> None:
             end = min(curve[0][-1] for curve in curves)
             at = [x for x in curves[0][0] if max(c[0][0] for c in curves) <= x <= end]
             lines = np.array([[ys[bisect(xs, x) - 1] for x in at] for xs, ys in curves])
-            axes.plot(at, lines.mean(0), label=arm)
+            style = "--" if len(axes.lines) >= 10 else "-"  # the colors begin anew
+            axes.plot(at, lines.mean(0), style, label=arm)
             axes.fill_between(at, lines.min(0), lines.max(0), alpha=0.2)
     axes.set(xlabel=experiment.across.replace("_", " "), ylabel=experiment.curve)
     axes.legend(frameon=False, fontsize=8)
