@@ -148,8 +148,8 @@ class IFCA(Aggregator):
         self.require_extras(clients, cluster=())
         chosen = clients.extras["cluster"].long()
         if not (clients.extras["cluster"] == chosen.clamp(0, self.clusters - 1)).all():
-            own = f"clients chose the clusters {chosen.tolist()} of {self.clusters}"
-            raise FederationError(f"{own}: use the same rule on both sides")
+            what = f"clients chose the clusters {chosen.tolist()} of {self.clusters}"
+            raise FederationError(f"{what}: use the same rule on both sides")
         received = self.models_for(clients.clients).double()
         moves = clients.delta.double() + (received - self.models[chosen].double())
         weights = clients.num_samples.to(moves)

@@ -93,8 +93,8 @@ class QFedAvg(Aggregator):
         self.add_sum("curvature", 1)
         #: Number of clients, sum of their losses, and of squared losses.
         self.add_sum("moments", 3)
-        infinite = torch.full((1,), math.inf, dtype=torch.float64, device=server.device)
-        self.add_state("largest", -infinite, dist_reduce_fx="max")
+        lowest = torch.full((1,), -math.inf, dtype=torch.float64, device=server.device)
+        self.add_state("largest", lowest, dist_reduce_fx="max")
         #: Largest loss of the last round. It divides losses, so that their powers do not overflow.
         self.register_buffer("scale", torch.ones_like(server[:1]).double())
 

@@ -107,11 +107,11 @@ def final_and_best(run: Run) -> tuple[float, float, int] | None:
 def client_scores(run: Run) -> tuple[str, dict[str, list[Row]]]:
     """Return the name of the evaluation samples, and the rows of clients by kind."""
     table, samples = [row for row in run.clients if "unseen" not in row], "own test samples"
-    if table and (at := table[0].get("round", run.rounds)) != run.rounds:
-        samples += f" after round {number(at)}"  # the run has gone on
     if not table:
         table = [{**r, "server": r["train_acc"]} for r in run.participation if "train_acc" in r]
         samples = "own training samples"
+    elif (at := table[0].get("round", run.rounds)) != run.rounds:  # the run has gone on
+        samples += f" after round {number(at)}"
     rows = [{"test_samples": row.get("train_samples", 1.0), **row} for row in table]
     scores = {kind: [r for r in rows if math.isfinite(r.get(kind, math.nan))] for kind in KINDS}
     return samples, {kind: rows for kind, rows in scores.items() if rows}

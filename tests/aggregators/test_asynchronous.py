@@ -243,7 +243,7 @@ EXCLUDING = Stragglers(0.5, Schedule(num_steps=4), drop=True)
         (FedBuff, {"sampler": UniformSampler()}, "FedBuff aggregates asynchronous rounds, and"),
         (FedAsync, {}, "a round has 3 clients: set clients_per_round=1, or use FedBuff"),
         (FedBuff, {"concurrency": 10}, "concurrency must be .*got 10: there are 9 clients"),
-        (FedBuff, {"faults": ClientFaults(deadline=3.0)}, "deadline has no meaning in async"),
+        (FedBuff, {"faults": ClientFaults(deadline=3)}, "deadline has no meaning in asynchronous"),
         (FedBuff, {"policy": EXCLUDING}, "Stragglers excludes clients from rounds"),
     ],
 )

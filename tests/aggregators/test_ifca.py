@@ -1,7 +1,5 @@
 """IFCA: the algorithm written plainly, on two groups of clients, its limits, and refusals."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -106,9 +104,9 @@ def test_networks_that_cannot_be_drawn_anew_are_refused(fit):
 def test_a_cluster_that_is_none_is_refused(fit, cluster):
     rule = IFCA(2)
     fit(module(), FederatedLoop(rule, seed=1), groups(), rounds=1)
-    update = ClientUpdate(torch.tensor([0]), torch.zeros(1, len(rule.server)), torch.ones(1))
+    sent = {"cluster": torch.tensor([cluster])}
     with pytest.raises(FederationError, match="of 2: use the same rule on both"):
-        rule.update(replace(update, extras={"cluster": torch.tensor([cluster])}))
+        rule.update(ClientUpdate(torch.zeros(1), rule.server[None], torch.ones(1), extras=sent))
 
 
 def test_update_transforms_are_refused(fit):

@@ -323,11 +323,14 @@ def test_a_learned_amount_of_work_without_a_bound_is_refused(fit, scheduled):
         fit(scheduled(linear_decay), FederatedLoop(policy=Learning()))
 
 
+REMEDY = "set frequency=1, do not combine"
+
+
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (lambda o: [{"scheduler": StepLR(o, 2), "frequency": 2}], "set frequency=1, do not"),
-        (lambda o: [{"scheduler": StepLR(o, 2)}, StepLR(o, 1)], "set frequency=1, do not combine"),
+        (lambda o: [{"scheduler": StepLR(o, 2), "frequency": 2}], REMEDY),
+        (lambda o: [{"scheduler": StepLR(o, 2)}, StepLR(o, 1)], REMEDY),
         (lambda o: [{"scheduler": ReduceLROnPlateau(o)}], 'set interval="epoch"'),
     ],
     ids=["frequency", "epochs", "plateau"],

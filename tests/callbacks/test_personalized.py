@@ -18,7 +18,7 @@ from lightning_fl.aggregators import Gossip
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
 from lightning_fl.callbacks.client_table import summary
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.objectives import Ditto, PerFedAvg, Proximal
+from lightning_fl.objectives import Ditto, FedEM, PerFedAvg, Proximal
 from lightning_fl.optimizers import PFedMe
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
@@ -175,16 +175,18 @@ def test_the_personal_models_of_pfedme_are_measured(train):
 
 
 KINDS = [("personal", [], ()), ("server", [], ["net.bias"]), ("kept", [Ditto()], ())]
+KINDS += [("personal", None, ())]  # FedEM
 
 
 @pytest.mark.parametrize(("kind", "terms", "local"), KINDS)
 def test_a_new_module_loads_the_model_of_a_client(train, tmp_path, kind, terms, local):
     callback = PersonalizedEvaluation(0 if local else 2, metric=negative_loss, save_models=True)
     loop = FederatedLoop(policy=Schedule(lr=0.5, num_steps=2), seed=0, local_parameters=local)
-    module = ClientModule(nn.Linear(6, 3), terms).double()
+    make = FedEM if terms is None else ClientModule
+    module = make(nn.Linear(6, 3), *filter(None, [terms])).double()
     _, _, data = train(callback, loop=loop, module=module, logger=CSVLogger(tmp_path, "", ""))
     for client, row in enumerate(callback.rows):
-        new = ClientModule(nn.Linear(6, 3)).double()
+        new = make(nn.Linear(6, 3)).double()
         new.load_state_dict(torch.load(tmp_path / "client_models" / f"{client}.pt"))
         batch = data.train.fetch(data.local_tests[client])
         assert row[kind] == pytest.approx(negative_loss(new, batch).mean().item())

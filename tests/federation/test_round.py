@@ -128,7 +128,7 @@ def accumulate(self):
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        ({"configure_optimizers": with_a_loose_tensor}, r"trains 1 tensors that are not"),
+        ({"configure_optimizers": with_a_loose_tensor}, "trains 1 tensors that are not parameters"),
         ({"on_train_epoch_start": anew}, "the optimizer of Changed was replaced during the fit"),
         ({"on_train_epoch_start": accumulate}, r"Trainer\(accumulate_grad_batches=2\) is not"),
     ],

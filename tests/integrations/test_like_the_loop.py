@@ -219,8 +219,7 @@ class Adapts(Net):
         self.net[0].requires_grad_(False)
 
     def state_dict(self, *args, **kwargs):
-        found = super().state_dict(*args, **kwargs)
-        return {name: value for name, value in found.items() if "net.0" not in name}
+        return {n: v for n, v in super().state_dict(*args, **kwargs).items() if "net.0" not in n}
 
 
 @pytest.mark.parametrize("make", [Anneals, Unsaved, SetsUp, Configures, Unfreezes, Warms, Adapts])

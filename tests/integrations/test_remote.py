@@ -203,8 +203,8 @@ def with_extra(reply, value):
 
 
 SPOILED = {
-    "shape": (lambda reply: replace(reply, delta=reply.delta[1:]), "43 values in torch.float64"),
-    "dtype": (lambda reply: replace(reply, delta=reply.delta.float()), "44 values in torch.float3"),
+    "shape": (lambda r: replace(r, delta=r.delta[1:]), "43 values in torch.float64, and"),
+    "dtype": (lambda r: replace(r, delta=r.delta.float()), "44 values in torch.float32"),
     "nan": (lambda reply: replace(reply, delta=reply.delta * torch.nan), r"\(non-finite values\)"),
     "nothing more": (lambda reply: replace(reply, extras={}), "requires control_change of the cli"),
     "more": (lambda reply: with_extra(reply, torch.ones(1, 1)), r"of shape \(44,\)"),

@@ -143,7 +143,7 @@ REFUSED = {
     "LSTM": (recurrent, None, "RuntimeError: .*lstm"),
     "padding by the layer": (lambda: words(padding_idx=0), None, "an Embedding with max_norm or p"),
     "padding by the function": (words, None, "uses aten.embedding, whose gradients"),
-    "item": (mlp(), lambda m, o, loss: loss * (2 if loss.item() > 1 else 1), "RuntimeError.*item"),
+    "item": (mlp(), lambda m, o, x: x * (2 if x.item() > 1 else 1), "RuntimeError: .*item"),
     "a branch": (mlp(), branch, "RuntimeError: .*data-dependent control flow"),
     "a metric": (mlp(), metric, "training_step updates the metric Total"),
     "no loss": (mlp(), lambda m, outputs, loss: None, "no loss"),
