@@ -105,13 +105,18 @@ RUNS = (
     LongRun(
         "cifar10-half-steps20", f"{NON_IID} {BOTH}", f"{start(90)} {SMALLER} {STEPS20}", AUTHOR
     ),
-    LongRun("cifar10-steps30", f"{NON_IID} {BOTH}", f"{start(60)} {STEPS30}", AUTHOR),
+    LongRun("cifar10-steps30", f"{NON_IID} {BOTH} {ALL_SEEDS}", f"{start(60)} {STEPS30}", AUTHOR),
     LongRun("cifar10-central", f"{NON_IID} --splits iid --methods fa", CENTRAL),
     LongRun(
         "cifar10-iid-augment",
         f"{NON_IID} --splits iid --methods fa",
         # 150 rounds have as many steps of a client as the runs with one client.
         f"{start(150)} {AUGMENT} {POLICY}num_steps=30",
+    ),
+    LongRun(
+        "cifar10-iid-augment-long",
+        f"{NON_IID} --splits iid --methods fa",
+        f"{start(340)} {AUGMENT} {POLICY}num_steps=30 {POLICY}lr=0.15 {POLICY}decay=0.995",
     ),
     # Table 2.
     LongRun("cifar10-author", f"{NON_IID} {BOTH} {ALL_SEEDS}", LONG, AUTHOR),
